@@ -1,0 +1,146 @@
+"""The seam between the daemon and an engine: frozen, picklable values and nothing else.
+
+The daemon submits `GenerationRequest` values and receives tuples of events. So an engine can live in a
+thread, in another process or on another machine without the daemon knowing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from coli_server.routing import RoutePolicy
+from coli_server.telemetry.counters import Counters
+
+Kind = Literal["gen", "chat"]
+Finish = Literal["stop", "length", "cancelled", "deadline", "drained"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How the next token is drawn. `temperature=0` is greedy; `top_k=0` means no limit."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """Everything an engine needs to answer one GEN or CHAT.
+
+    `key` is unique in the process; `session` is the owner of counters and reusable KV. A `chat` request
+    may also reuse the KV of this session's generated tokens, a `gen` request only KV of stock prefill.
+    `deadline` is a `time.monotonic()` value in seconds. `logprobs` is how many alternatives to report.
+    """
+
+    key: int
+    session: str
+    kind: Kind
+    prompt: tuple[int, ...]
+    max_tokens: int
+    policy: RoutePolicy
+    sampling: SamplingOptions = SamplingOptions()
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One candidate token: its id, its text and its natural log-probability under the stock softmax."""
+
+    id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request left the queue."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """`done` of `total` prompt tokens have been read."""
+
+    key: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """Complete characters that may be sent now, and the tokens that they came from.
+
+    `logprobs` has one entry for each of `ids` when the request asked for them: the chosen token first,
+    then the best alternatives.
+    """
+
+    key: int
+    text: str
+    ids: tuple[int, ...]
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The request ended well (one of the five outcomes); its own counters, and times in seconds."""
+
+    key: int
+    finish: Finish
+    counters: Counters
+    tokens: int
+    prompt_tokens: int
+    ttft_seconds: float | None
+    decode_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request alone failed; `code` is MODEL or INTERNAL, `message` is safe to send."""
+
+    key: int
+    code: str
+    message: str
+    counters: Counters
+
+
+Event = Started | Progress | TextChunk | Finished | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class LayerUse:
+    """What routing did to each MoE layer lately (see docs/CACHE_ROUTE.md, starvation and lock-in)."""
+
+    distinct_experts_min: int = 0
+    distinct_experts_median: float = 0.0
+    longest_swap_run: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """A consistent picture of an engine between two steps. The daemon reads the newest and never waits.
+
+    `sessions` maps the session of each request to its counters; `closed` is the sum over dropped ones;
+    the session `~system` holds the work of no session. Global figures are `closed` plus all of `sessions`.
+    """
+
+    sessions: Mapping[str, Counters] = field(default_factory=dict)
+    closed: Counters = field(default_factory=Counters)
+    load_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    evictions: int = 0
+    slots_per_layer: int = 0
+    cache_bytes: int = 0
+    cache_capacity_bytes: int = 0
+    pinned_experts: int = 0
+    kv_bytes: int = 0
+    layer_use: LayerUse = LayerUse()
+    heartbeat: float = 0.0  # time.monotonic() of the end of the last step
