@@ -1,0 +1,6 @@
+"""Which experts run: pure functions of arrays that know of no cache, no file and no engine."""
+
+from coli_server.routing.errors import PolicyError, RoutingError, ScoreError
+from coli_server.routing.policy import RoutePolicy
+
+__all__ = ["PolicyError", "RoutePolicy", "RoutingError", "ScoreError"]
