@@ -2,5 +2,6 @@
 
 from coli_server.routing.errors import PolicyError, RoutingError, ScoreError
 from coli_server.routing.policy import RoutePolicy
+from coli_server.routing.select import Selection, select, warm
 
-__all__ = ["PolicyError", "RoutePolicy", "RoutingError", "ScoreError"]
+__all__ = ["PolicyError", "RoutePolicy", "RoutingError", "ScoreError", "Selection", "select", "warm"]
