@@ -3,5 +3,16 @@
 from coli_server.routing.errors import PolicyError, RoutingError, ScoreError
 from coli_server.routing.policy import RoutePolicy
 from coli_server.routing.select import Selection, select, warm
+from coli_server.routing.session import SessionResidency, SpanMean
 
-__all__ = ["PolicyError", "RoutePolicy", "RoutingError", "ScoreError", "Selection", "select", "warm"]
+__all__ = [
+    "PolicyError",
+    "RoutePolicy",
+    "RoutingError",
+    "ScoreError",
+    "Selection",
+    "SessionResidency",
+    "SpanMean",
+    "select",
+    "warm",
+]

@@ -7,7 +7,8 @@ unique, and only as much of the ranking is sorted as the policy looks at.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numba import njit
@@ -21,9 +22,12 @@ _ID_BITS = 32
 _LOW = (1 << _ID_BITS) - 1
 _LARGEST_ID = (1 << 31) - 1
 
-_compiled = njit(cache=True, nogil=True, error_model="numpy")
-
 Array = np.ndarray[Any, np.dtype[Any]]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _compiled(function: Function) -> Function:
+    return cast(Function, njit(cache=True, nogil=True, error_model="numpy")(function))
 
 
 @_compiled
@@ -311,3 +315,37 @@ def route(
         else:
             meters_out[0, t], meters_out[1, t] = _divergence(scratch, weights[t], k, alpha)
     return -1
+
+
+@_compiled
+def touch(stamps: Array, experts: Array, capacity: int) -> None:
+    """Touch expert ids [k] in an LRU of one layer: int64 [experts], 0 = absent, else larger = more recent."""
+    now = np.int64(0)
+    held = 0
+    for e in range(stamps.shape[0]):
+        if stamps[e] > 0:
+            held += 1
+            now = max(now, stamps[e])
+    for i in range(experts.shape[0]):
+        if stamps[experts[i]] == 0:
+            if held == capacity:
+                oldest = -1
+                for e in range(stamps.shape[0]):
+                    if stamps[e] > 0 and (oldest < 0 or stamps[e] < stamps[oldest]):
+                        oldest = e
+                stamps[oldest] = 0
+            else:
+                held += 1
+        now += 1
+        stamps[experts[i]] = now
+
+
+@_compiled
+def observe_spans(
+    scores: Array, z: Array, totals: Array, counts: Array, layer: int, spans_out: Array
+) -> None:
+    """Add each token's spread to one layer's running mean; write the mean that the token itself sees."""
+    for t in range(scores.shape[0]):
+        totals[layer] += _spread(scores[t], z[t])
+        counts[layer] += 1
+        spans_out[t] = totals[layer] / counts[layer]

@@ -71,6 +71,10 @@ class RoutePolicy:
         """Whether agreement, KL and mass are reported: `agree`, with None resolved."""
         return self.active if self.agree is None else self.agree
 
+    def session_capacity(self, k: int, experts: int) -> int:
+        """Return how many experts a layer the logical LRU of session scope holds."""
+        return self.capacity or max(k, experts // 2)
+
     def describe(self) -> str:
         """Say in one word without blanks what is on: `stock`, `max-rank,J=2,M=12,shared`, ..."""
         if not self.active:

@@ -95,7 +95,7 @@ def select(
     chosen_weights = np.empty((tokens, k), np.float32)
     counts = np.empty((2, tokens), np.int64)
     meters = np.empty((2, tokens), np.float64)
-    kernels = _kernels()
+    kernels = compiled()
     failed = kernels.route(
         np.ascontiguousarray(scores),
         np.ascontiguousarray(weights),
@@ -130,7 +130,7 @@ def warm() -> None:
 
 
 @functools.cache
-def _kernels() -> ModuleType:
+def compiled() -> ModuleType:
     """Import the compiled part late: numba fixes its code cache folder when it meets the functions."""
     from coli_server.routing import kernels
 
