@@ -1,0 +1,56 @@
+"""Where expert weights are: checkpoint index, expert layouts, the expert cache and its memory budget."""
+
+from coli_server.experts.budget import (
+    CachePlan,
+    available_memory,
+    format_size,
+    parse_size,
+    plan,
+    resident_bytes,
+)
+from coli_server.experts.cache import (
+    ABSENT,
+    CACHED,
+    PINNED,
+    CacheCounters,
+    ExpertCache,
+    ExpertReadError,
+    ExpertStream,
+    Lease,
+    staging_bytes,
+)
+from coli_server.experts.checkpoint import CheckpointIndex
+from coli_server.experts.eviction import LRU, EvictionPolicy
+from coli_server.experts.layout import ExpertLayout, ExpertSource, LayerExperts, Part
+from coli_server.experts.reader import PreadReader, Reader
+from coli_server.experts.safetensors_header import CheckpointError, TensorInfo, TensorSlice
+
+__all__ = [
+    "ABSENT",
+    "CACHED",
+    "LRU",
+    "PINNED",
+    "CacheCounters",
+    "CachePlan",
+    "CheckpointError",
+    "CheckpointIndex",
+    "EvictionPolicy",
+    "ExpertCache",
+    "ExpertLayout",
+    "ExpertReadError",
+    "ExpertSource",
+    "ExpertStream",
+    "LayerExperts",
+    "Lease",
+    "Part",
+    "PreadReader",
+    "Reader",
+    "TensorInfo",
+    "TensorSlice",
+    "available_memory",
+    "format_size",
+    "parse_size",
+    "plan",
+    "resident_bytes",
+    "staging_bytes",
+]

@@ -1,0 +1,53 @@
+"""Which expert a full layer gives up. Policies know expert ids only; every operation is O(1)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Protocol
+
+
+class EvictionPolicy(Protocol):
+    """The evictable experts of one layer. Pinned, loading and needed experts are not in here.
+
+    An expert that a running step needs is removed and inserted again afterwards, so that a policy can
+    never name it as a victim; what a policy remembers of an expert may outlive its removal.
+    """
+
+    def insert(self, expert: int) -> None:
+        """`expert`, not in here, becomes evictable; it was used just now."""
+        ...
+
+    def touch(self, expert: int) -> None:
+        """`expert`, in here, was used just now."""
+        ...
+
+    def remove(self, expert: int) -> None:
+        """`expert`, in here, is no longer evictable."""
+        ...
+
+    def victim(self) -> int | None:
+        """The expert to give up next (it stays in here), or None when there is none."""
+        ...
+
+
+class LRU:
+    """Gives up the expert whose last use is longest ago. Iterates from that one to the latest."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[int, None] = OrderedDict()
+
+    def insert(self, expert: int) -> None:
+        self._order[expert] = None
+
+    def touch(self, expert: int) -> None:
+        self._order.move_to_end(expert)
+
+    def remove(self, expert: int) -> None:
+        del self._order[expert]
+
+    def victim(self) -> int | None:
+        return next(iter(self._order), None)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._order)
