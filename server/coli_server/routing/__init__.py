@@ -2,8 +2,8 @@
 
 from coli_server.routing.errors import PolicyError, RoutingError, ScoreError
 from coli_server.routing.policy import RoutePolicy
-from coli_server.routing.select import Selection, select, warm
-from coli_server.routing.session import SessionResidency, SpanMean
+from coli_server.routing.select import Selection, select
+from coli_server.routing.session import SessionResidency, SpanMean, warm
 
 __all__ = [
     "PolicyError",

@@ -150,8 +150,8 @@ def _cache_prior(scratch: Array, n: int, z: Array, resident: Array, k: int, j: i
     for i in range(j, k):
         take_here = n_away == 0
         if n_here > 0 and n_away > 0:
-            boosted = np.float64(z[_expert(here[0])]) + bonus
-            plain = np.float64(z[_expert(away[0])])
+            boosted = z[_expert(here[0])] + bonus
+            plain = z[_expert(away[0])]
             take_here = boosted > plain or (boosted == plain and here[0] > away[0])
         if take_here:
             chosen[i] = _pop(here, n_here)

@@ -122,13 +122,6 @@ def select(
     return Selection(chosen, chosen_weights, counts[0], counts[1], meters[0], meters[1])
 
 
-def warm() -> None:
-    """Compile, or load from the code cache, the selection kernel for the dtypes that `select` takes."""
-    row = np.zeros((1, 2), np.float32)
-    for policy in (RoutePolicy(), RoutePolicy("max-rank"), RoutePolicy("cache-prior")):
-        select(row, row, np.zeros(2, np.bool_), 1, policy)
-
-
 @functools.cache
 def compiled() -> ModuleType:
     """Import the compiled part late: numba fixes its code cache folder when it meets the functions."""
@@ -154,21 +147,20 @@ def _refusal(
 ) -> ScoreError:
     """Say what is wrong with a token that the kernel refused."""
     unmasked = scores[token] != -np.inf
-    for name, values in (("score", scores), ("gate mass", weights), ("logit", logits)):
-        broken = np.flatnonzero(unmasked & ~np.isfinite(values[token]))
-        if broken.size:
-            expert = int(broken[0])
-            value = float(values[token, expert])
-            return ScoreError(
-                f"the router's {name} of expert {expert} is {value} in token row {token}: "
-                "it must be a finite number",
-                token,
-                expert,
-            )
     available = int(unmasked.sum())
     if available < k:
         return ScoreError(
             f"token row {token} has {available} unmasked experts: at least K={k} are needed", token
         )
+    for name, values in (("score", scores), ("gate mass", weights), ("logit", logits)):
+        broken = np.flatnonzero(unmasked & ~np.isfinite(values[token]))
+        if broken.size:
+            expert = int(broken[0])
+            return ScoreError(
+                f"the router's {name} of expert {expert} is {float(values[token, expert])} "
+                f"in token row {token}: it must be a finite number",
+                token,
+                expert,
+            )
     span = float(spans[min(token, spans.size - 1)])
     return ScoreError(f"the span is {span} in token row {token}: it must be finite and not negative", token)

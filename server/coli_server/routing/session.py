@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coli_server.routing.select import Float32, compiled
+from coli_server.routing.policy import RoutePolicy
+from coli_server.routing.select import Float32, compiled, select
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +77,11 @@ class SpanMean:
 
     def copy(self) -> SpanMean:
         return SpanMean(self.totals.copy(), self.tokens.copy())
+
+
+def warm() -> None:
+    """Compile routing's kernels, or load them from the code cache, for the dtypes that the engine uses."""
+    row = np.zeros((1, 2), np.float32)
+    chosen = select(row, row, np.zeros(2, np.bool_), 1, RoutePolicy())
+    SessionResidency.empty(1, 2, 1).touch(0, chosen.experts[0])
+    SpanMean.empty(1).observe(0, row)
