@@ -1,0 +1,27 @@
+"""What a client asked for, as a frozen value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from coli_server.protocol.options import OptionValue
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command whose words, ranges and text have all been checked.
+
+    `verb` is the canonical upper-case name (`STATS` is `STAT`). `options` maps option names to typed values
+    (`stop` to a tuple of strings), without `id` and `bytes`; for SET it holds the one option that is set.
+    `arguments` are the words of the verbs that take words. `text` is the prompt of GEN or the turn of CHAT,
+    decoded; with `ids=1` it is empty and `token_ids` holds the prompt instead.
+    """
+
+    verb: str
+    id: str | None = None
+    options: Mapping[str, OptionValue] = field(default_factory=lambda: MappingProxyType({}))
+    arguments: tuple[str, ...] = ()
+    text: str = ""
+    token_ids: tuple[int, ...] | None = None
