@@ -265,7 +265,7 @@ def route(
     renormalize: bool,
     scale: float,
     meters: bool,
-    experts_out: Array,
+    ids_out: Array,
     weights_out: Array,
     counts_out: Array,
     meters_out: Array,
@@ -275,7 +275,8 @@ def route(
     scores, weights, z   float32 [tokens, experts]
     resident             bool [1 or tokens, experts]
     spans                float64 [0, 1 or tokens]; 0 = each token's own
-    experts_out          int32 [tokens, k], weights_out float32 [tokens, k], in rank order
+    ids_out              int32 [2, tokens, k] in rank order: chosen, true
+    weights_out          float32 [tokens, k], of the chosen
     counts_out           int64 [2, tokens]: swaps, agree
     meters_out           float64 [2, tokens]: kl, mass kept; NaN without `meters`
     """
@@ -290,6 +291,7 @@ def route(
         for i in range(k):
             ranked[i] = _pop(heap, n)
             chosen[i] = ranked[i]
+            ids_out[1, t, i] = _expert(ranked[i])
             n -= 1
         if mode == MAX_RANK:
             row = resident[t if resident.shape[0] > 1 else 0]
@@ -304,7 +306,7 @@ def route(
                 row = resident[t if resident.shape[0] > 1 else 0]
                 _cache_prior(scratch, n, z[t], row, k, j, lam * span)
         _put_in_rank_order(chosen, k)
-        swaps = _weigh(scratch, weights[t], k, alpha, renormalize, scale, experts_out[t], weights_out[t])
+        swaps = _weigh(scratch, weights[t], k, alpha, renormalize, scale, ids_out[0, t], weights_out[t])
         counts_out[0, t] = swaps
         counts_out[1, t] = k - swaps
         if not meters:

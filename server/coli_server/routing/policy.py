@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 from typing import Literal, get_args
 
+from coli_server.ranges import ROUTING, Choices, Range
 from coli_server.routing.errors import PolicyError
 
 Mode = Literal["off", "max-rank", "cache-prior"]
 Scope = Literal["shared", "session"]
+
+
+# Of each field: its setting, what that accepts, and the plain type of its numbers.
+_SETTINGS: dict[str, tuple[str, Range, type[int | float] | None]] = {
+    "mode": ("ROUTE_MODE", Choices(tuple((mode, mode) for mode in get_args(Mode))), None),
+    "j": ("ROUTE_J", ROUTING["route_j"], int),
+    "m": ("ROUTE_M", ROUTING["route_m"], int),
+    "p": ("ROUTE_P", ROUTING["route_p"], float),
+    "alpha": ("ROUTE_ALPHA", ROUTING["route_alpha"], float),
+    "lam": ("ROUTE_LAMBDA", ROUTING["route_lambda"], float),
+    "scope": ("ROUTE_SCOPE", ROUTING["route_scope"], None),
+    "capacity": ("ROUTE_CAPACITY", ROUTING["route_capacity"], int),
+    "prefill": ("ROUTE_PREFILL", ROUTING["route_prefill"], None),
+    "agree": ("ROUTE_AGREE", ROUTING["route_agree"], None),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +57,13 @@ class RoutePolicy:
     agree: bool | None = None
 
     def __post_init__(self) -> None:
-        _check_word("ROUTE_MODE", self.mode, get_args(Mode))
-        _check_word("ROUTE_SCOPE", self.scope, get_args(Scope))
-        numbers: dict[str, int | float] = {
-            "j": _whole("ROUTE_J", self.j, least=0),
-            "m": _whole("ROUTE_M", self.m, least=1),
-            "capacity": _whole("ROUTE_CAPACITY", self.capacity, least=0),
-            "p": _real("ROUTE_P", self.p, "at least 0 and under 1", lambda p: 0.0 <= p < 1.0),
-            "alpha": _real("ROUTE_ALPHA", self.alpha, "over 0 and at most 1", lambda a: 0.0 < a <= 1.0),
-            "lam": _real("ROUTE_LAMBDA", self.lam, "from 0 to 1", lambda x: 0.0 <= x <= 1.0),
-        }
-        for name, value in numbers.items():
-            object.__setattr__(self, name, value)  # numpy scalars and int-for-float become plain numbers
-        if not isinstance(self.prefill, bool):
-            raise _refused("ROUTE_PREFILL", self.prefill, "0 or 1")
-        if not (self.agree is None or isinstance(self.agree, bool)):
-            raise _refused("ROUTE_AGREE", self.agree, "auto, 0 or 1")
+        for name in self.__slots__:
+            setting, accepted, plain = _SETTINGS[name]
+            value = getattr(self, name)
+            if not accepted.contains(value):
+                raise PolicyError(f"{setting} is {value!r}: it must be {accepted}")
+            if plain is not None:
+                object.__setattr__(self, name, plain(value))  # NumPy's numbers and 1 for 1.0 become plain
 
     @property
     def active(self) -> bool:
@@ -92,39 +96,6 @@ class RoutePolicy:
         if self.prefill:
             words.append("prefill")
         return ",".join(words)
-
-
-def _refused(setting: str, value: object, accepted: str) -> PolicyError:
-    return PolicyError(f"{setting} is {value!r}: it must be {accepted}")
-
-
-def _check_word(setting: str, value: object, words: tuple[str, ...]) -> None:
-    if not (isinstance(value, str) and value in words):
-        raise _refused(setting, value, " or ".join(words))
-
-
-def _whole(setting: str, value: object, *, least: int) -> int:
-    """Return `value` as an int; a bool or a float is refused even where Python would take it."""
-    accepted = f"a whole number, {least} or more"
-    if isinstance(value, bool):
-        raise _refused(setting, value, accepted)
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise _refused(setting, value, accepted) from None
-    if number < least:
-        raise _refused(setting, value, accepted)
-    return number
-
-
-def _real(setting: str, value: object, accepted: str, inside: Callable[[float], bool]) -> float:
-    """Return `value` as a float; NaN lies in no range, so `inside` refuses it."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise _refused(setting, value, f"a number {accepted}")
-    number = float(value)
-    if not inside(number):
-        raise _refused(setting, value, f"a number {accepted}")
-    return number
 
 
 def _short(number: float) -> str:

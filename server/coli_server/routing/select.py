@@ -29,6 +29,7 @@ class Selection:
     agree      int64 [tokens]: k - swaps
     kl         float64 [tokens], nats, never negative, 0 where nothing was swapped
     mass_kept  float64 [tokens]: gate mass of the chosen, after alpha, over that of the stock choice
+    true       int32 [tokens, k]: what the stock router takes, in rank order
 
     With `agree=False` in the policy, kl and mass_kept are not computed and hold NaN.
     """
@@ -39,6 +40,7 @@ class Selection:
     agree: NDArray[np.int64]
     kl: NDArray[np.float64]
     mass_kept: NDArray[np.float64]
+    true: NDArray[np.int32]
 
 
 def select(
@@ -91,7 +93,7 @@ def select(
         )
     spans = _NO_SPANS if span is None else _as_spans(span, tokens)
 
-    chosen = np.empty((tokens, k), np.int32)
+    ids = np.empty((2, tokens, k), np.int32)
     chosen_weights = np.empty((tokens, k), np.float32)
     counts = np.empty((2, tokens), np.int64)
     meters = np.empty((2, tokens), np.float64)
@@ -112,14 +114,14 @@ def select(
         bool(renormalize),
         float(scale),
         policy.agree is not False,
-        chosen,
+        ids,
         chosen_weights,
         counts,
         meters,
     )
     if failed >= 0:
         raise _refusal(failed, scores, weights, logits, spans, k)
-    return Selection(chosen, chosen_weights, counts[0], counts[1], meters[0], meters[1])
+    return Selection(ids[0], chosen_weights, counts[0], counts[1], meters[0], meters[1], ids[1])
 
 
 @functools.cache
