@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coli_server.settings import SETTINGS, Settings
 from coli_server.telemetry.counters import Counters
-from coli_server.telemetry.stat import counter_values, format_value, mode, render
+from coli_server.telemetry.stat import counter_values, format_value, render
 from coli_server.telemetry.table import FIGURES
 
 COUNTERS = Counters(
@@ -22,10 +21,6 @@ COUNTERS = Counters(
     hits_lru=280,
     misses=120,
 )
-
-
-def options(**changes: object) -> dict[str, object]:
-    return {name: getattr(Settings(), name) for name in SETTINGS} | changes
 
 
 def test_ratios_are_derived_from_counters() -> None:
@@ -91,21 +86,3 @@ def test_a_value_is_always_one_word(value: str | float | int | bool | None) -> N
 )
 def test_words(value: str | float | None, word: str) -> None:
     assert format_value(value) == word
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({}, "stock"),
-        ({"route_mode": "cache-prior", "route_prefill": True}, "stock"),
-        ({"cache_route": True}, "max-rank,J=2,M=12,shared"),
-        ({"cache_route": True, "route_p": 0.9, "route_alpha": 0.5}, "max-rank,J=2,P=0.9,alpha=0.5,shared"),
-        ({"cache_route": True, "route_mode": "cache-prior"}, "cache-prior,J=2,lambda=0.1,shared"),
-        (
-            {"cache_route": True, "route_scope": "session", "route_capacity": 6, "route_prefill": True},
-            "max-rank,J=2,M=12,session,capacity=6,prefill",
-        ),
-    ],
-)
-def test_mode_says_what_is_on(changes: dict[str, object], words: str) -> None:
-    assert mode(options(**changes)) == words

@@ -29,30 +29,6 @@ def counter_values(counters: Counters, *, agree: bool) -> dict[str, Value]:
     return values
 
 
-def mode(options: Mapping[str, Value]) -> str:
-    """What is on, in words: `stock`, or the policy and what it works with: `max-rank,J=2,M=12,shared`.
-
-    `options` holds the routing settings by their lower-case names.
-    """
-    if not options["cache_route"]:
-        return "stock"
-    words = [str(options["route_mode"]), f"J={options['route_j']}"]
-    if options["route_mode"] == "cache-prior":
-        words.append(f"lambda={options['route_lambda']:g}")
-    elif options["route_p"]:
-        words.append(f"P={options['route_p']:g}")
-    else:
-        words.append(f"M={options['route_m']}")
-    if options["route_alpha"] != 1:
-        words.append(f"alpha={options['route_alpha']:g}")
-    words.append(str(options["route_scope"]))
-    if options["route_scope"] == "session" and options["route_capacity"]:
-        words.append(f"capacity={options['route_capacity']}")
-    if options["route_prefill"]:
-        words.append("prefill")
-    return ",".join(words)
-
-
 def render(values: Mapping[str, Value], section: str = "all") -> Iterator[tuple[str, str]]:
     """The figures of `section` (`all`, a name of SECTIONS, or `session`) that `values` has, as words."""
     for figure in FIGURES:
