@@ -87,8 +87,8 @@ class LayerExperts:
     sources: Sequence[ExpertSource]
 
     def __post_init__(self) -> None:
-        if not self.sources:
-            raise ModelError(f"layer {self.layer}: no experts")
+        if not self.sources or not self.expert_bytes():
+            raise ModelError(f"layer {self.layer}: no experts, or experts without weights")
         for expert, source in enumerate(self.sources):
             sizes = {name: piece.nbytes for name, piece in source.parts.items()}
             if sizes != self.layout.stored:

@@ -25,8 +25,8 @@ class ReadJob:
     """
 
     expert: int
-    slot: int
     memory: Bytes
+    slot: int
     layout: ExpertLayout
     reads: Sequence[FileRead]
     done: SimpleQueue[ReadJob]
