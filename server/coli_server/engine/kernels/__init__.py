@@ -1,0 +1,43 @@
+"""Compiled kernels: float32 activations, weights as the checkpoint stores them.
+
+Every result depends only on its own inputs: 16 lanes summed in one fixed order, whatever the number of rows,
+the tile, the thread or the position. Importing this package prepares Numba's code cache; `setup` comes before
+the first call, on the calling thread, and `warm` compiles or loads what a model needs.
+"""
+
+from coli_server.engine.kernels.runtime import prepare_environment, setup
+
+prepare_environment()  # before Numba is imported below
+
+from coli_server.engine.kernels.attention import attention  # noqa: E402
+from coli_server.engine.kernels.experts import (  # noqa: E402
+    ACTIVATION_CLAMPED_SWIGLU,
+    ACTIVATION_GELU_TANH,
+    ACTIVATION_SILU,
+    ExpertShape,
+    experts_ffn,
+)
+from coli_server.engine.kernels.formats import ITEM_BYTES, Kind  # noqa: E402
+from coli_server.engine.kernels.linear import linear  # noqa: E402
+from coli_server.engine.kernels.norms import combine, layer_norm, rms_norm, silu_mul  # noqa: E402
+from coli_server.engine.kernels.rotary import rope  # noqa: E402
+from coli_server.engine.kernels.warming import warm  # noqa: E402
+
+__all__ = [
+    "ACTIVATION_CLAMPED_SWIGLU",
+    "ACTIVATION_GELU_TANH",
+    "ACTIVATION_SILU",
+    "ITEM_BYTES",
+    "ExpertShape",
+    "Kind",
+    "attention",
+    "combine",
+    "experts_ffn",
+    "layer_norm",
+    "linear",
+    "rms_norm",
+    "rope",
+    "setup",
+    "silu_mul",
+    "warm",
+]

@@ -1,0 +1,91 @@
+"""Row-wise functions: norms, gated activation, the weighted sum of expert outputs."""
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from coli_server.engine.kernels.tiles import SILU, lane_sum, lane_sum_squares
+
+Array = np.ndarray[Any, Any]
+
+
+@njit(nogil=True, cache=True)
+def _rms_norm(x, weight, eps, out):  # type: ignore[no-untyped-def]
+    rows, width = x.shape
+    xp = x.ctypes.data
+    for t in range(rows):
+        mean = lane_sum_squares(xp + t * x.strides[0], width) / np.float32(width)
+        factor = np.float32(1.0) / np.sqrt(mean + np.float32(eps))
+        for d in range(width):
+            out[t, d] = x[t, d] * factor * weight[d]
+
+
+@njit(nogil=True, cache=True)
+def _layer_norm(x, weight, bias, eps, out):  # type: ignore[no-untyped-def]
+    rows, width = x.shape
+    xp, op = x.ctypes.data, out.ctypes.data
+    for t in range(rows):
+        mean = lane_sum(xp + t * x.strides[0], width) / np.float32(width)
+        for d in range(width):
+            out[t, d] = x[t, d] - mean
+        variance = lane_sum_squares(op + t * out.strides[0], width) / np.float32(width)
+        factor = np.float32(1.0) / np.sqrt(variance + np.float32(eps))
+        for d in range(width):
+            out[t, d] = out[t, d] * factor * weight[d] + bias[d]
+
+
+@njit(nogil=True, cache=True)
+def _silu_mul(gate, up, out):  # type: ignore[no-untyped-def]
+    SILU(gate.ctypes.data, up.ctypes.data, out.ctypes.data, gate.size, np.float32(0), np.float32(0))
+
+
+@njit(nogil=True, cache=True)
+def _combine(y, weights, out):  # type: ignore[no-untyped-def]
+    tokens, k = weights.shape
+    for t in range(tokens):
+        for r in range(k):
+            weight = weights[t, r]
+            for d in range(out.shape[1]):
+                out[t, d] += weight * y[t * k + r, d]
+
+
+def rms_norm(x: Array, weight: Array, eps: float, out: Array) -> Array:
+    """out = x / sqrt(mean(x ** 2) + eps) * weight, row by row.
+
+    x, out float32 [rows, width] (out may be x), weight float32 [width].
+    """
+    if x.shape != out.shape or weight.shape[0] != x.shape[1]:
+        raise ValueError(f"x {x.shape}, weight {weight.shape} and out {out.shape} do not fit together")
+    _rms_norm(x, weight, eps, out)
+    return out
+
+
+def layer_norm(x: Array, weight: Array, bias: Array, eps: float, out: Array) -> Array:
+    """out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, row by row.
+
+    x, out float32 [rows, width] (out may be x), weight and bias float32 [width].
+    """
+    if x.shape != out.shape or weight.shape[0] != x.shape[1] or bias.shape != weight.shape:
+        raise ValueError(f"x {x.shape}, weight {weight.shape}, bias {bias.shape}, out {out.shape} do not fit")
+    _layer_norm(x, weight, bias, eps, out)
+    return out
+
+
+def silu_mul(gate: Array, up: Array, out: Array) -> Array:
+    """out = silu(gate) * up, element by element; float32 arrays of one shape (out may be one of the others)."""
+    if gate.shape != up.shape or gate.shape != out.shape:
+        raise ValueError(f"gate {gate.shape}, up {up.shape} and out {out.shape} must have one shape")
+    _silu_mul(gate, up, out)
+    return out
+
+
+def combine(y: Array, weights: Array, out: Array) -> Array:
+    """out[t] += the sum over r, in order, of weights[t, r] * y[t * k + r].
+
+    y float32 [tokens * k, width], weights float32 [tokens, k], out float32 [tokens, width].
+    """
+    if y.shape != (weights.size, out.shape[1]) or weights.shape[0] != out.shape[0]:
+        raise ValueError(f"y {y.shape}, weights {weights.shape} and out {out.shape} do not fit together")
+    _combine(y, weights, out)
+    return out

@@ -1,0 +1,51 @@
+"""Compiling every kernel, or loading its machine code, before the first request waits for it."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from coli_server.engine.kernels.attention import attention
+from coli_server.engine.kernels.experts import ExpertShape, experts_ffn
+from coli_server.engine.kernels.formats import ITEM_BYTES, Kind
+from coli_server.engine.kernels.linear import linear
+from coli_server.engine.kernels.norms import combine, layer_norm, rms_norm, silu_mul
+from coli_server.engine.kernels.rotary import rope
+
+_ELEMENTS = {2: np.uint16, 4: np.float32}
+
+
+def warm(kinds: Iterable[int] = (Kind.BF16, Kind.F32), expert_kinds: Iterable[int] | None = None) -> None:
+    """Run every kernel once on tiny arrays of the types that the engine passes, on the calling thread.
+
+    `kinds` are those of the dense weights, `expert_kinds` those of the experts (None: the same). Only types
+    decide what is compiled, so shapes do not matter here.
+    """
+    dense = set(kinds)
+    for kind in sorted(dense):
+        linear(_zeros(1, 4), np.zeros((4, 4), _ELEMENTS[ITEM_BYTES[kind]]), kind)
+    for kind in sorted(dense if expert_kinds is None else set(expert_kinds)):
+        _warm_experts(kind)
+    row, width = _zeros(1, 4), np.zeros(4, np.float32)
+    rms_norm(row, width, 1e-6, row)
+    layer_norm(row, width, width, 1e-6, row)
+    silu_mul(row, row, row)
+    combine(row, _zeros(1, 1), row)
+    for interleaved in (False, True):
+        rope(_zeros(1, 1, 4), _zeros(1, 2), _zeros(1, 2), interleaved)
+    cache = _zeros(2, 1, 6)
+    for values in (_zeros(2, 1, 4), cache[:, :, :4]):  # a cache of its own, or a view of the keys
+        attention(_zeros(1, 1, 6), np.zeros(1, np.int32), cache, values, scale=1.0)
+
+
+def _warm_experts(kind: int) -> None:
+    size = ITEM_BYTES[kind]
+    slot = np.zeros(3 * 16 * size, np.uint8)
+    shape = ExpertShape(kind, 4, 4, 0, 16 * size, 32 * size)
+    one, start = np.zeros(1, np.int32), np.array([0, 1], np.int32)
+    experts_ffn(
+        _zeros(1, 4), one, start, np.array([slot.ctypes.data]), shape, _zeros(1, 4), _zeros(1, 4), one
+    )
+
+
+def _zeros(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    return np.zeros(shape, np.float32)
