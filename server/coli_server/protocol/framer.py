@@ -44,10 +44,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What the peer has begun and not finished, and how many bytes of it have come so far."""
+    """What the peer has begun and not finished.
+
+    `received` bytes of it have come so far; `missing` more end a payload (its LF included), nobody knows how
+    many end a line.
+    """
 
     kind: Literal["line", "payload"]
     received: int
+    missing: int | None = None
 
 
 class Framer:
@@ -87,7 +92,7 @@ class Framer:
         """The half line or half payload that has been received, or None between commands."""
         received = self._dropped + len(self._buffer) - self._start
         if self._state == "payload":
-            return Pending("payload", received)
+            return Pending("payload", received, self._size + 1 - received)
         return Pending("line", received) if received else None
 
     def feed(self, data: bytes) -> list[Event]:

@@ -112,14 +112,12 @@ DEFAULTS: Final[Mapping[str, OptionValue]] = MappingProxyType(
 )
 
 
-def find_option(name: str) -> Option:
-    """The option called `name`; raises ProtocolError BAD_OPTION for an unknown one."""
+def find_option(name: str, hint: str = "") -> Option:
+    """The option called `name`; raises ProtocolError BAD_OPTION for an unknown one, with `hint` at its end."""
     try:
         return OPTIONS[name]
     except KeyError:
-        raise ProtocolError(
-            "BAD_OPTION", f"unknown option {quote(name)}; put -- before a text that begins like an option"
-        ) from None
+        raise ProtocolError("BAD_OPTION", f"unknown option {quote(name)}{hint}") from None
 
 
 def parse_value(option: Option, word: str) -> OptionValue:

@@ -143,8 +143,9 @@ def _options(verb: Verb, words: Words) -> dict[str, OptionValue]:
     """Typed values of the line's option words; `bytes` is left out."""
     values: dict[str, OptionValue] = {}
     stops: list[str] = []
+    hint = "; put -- before a text that begins like one" if verb.shape == "text" else ""
     for name, raw in words.options:
-        option = find_option(name)
+        option = find_option(name, hint)
         if name == "bytes":
             continue
         if verb.name not in option.verbs:
@@ -181,7 +182,7 @@ def _decode_text(text: str) -> str:
 def _json_string(word: str) -> str | None:
     """The string that `word` spells in JSON, or None.
 
-    Raises ProtocolError BAD_UTF8 for half of a surrogate pair: it has no UTF-8, so no tokenizer could take it.
+    Raises ProtocolError BAD_UTF8 for half of a surrogate pair: it has no UTF-8, no tokenizer could take it.
     """
     try:
         value: str = json.loads(word)

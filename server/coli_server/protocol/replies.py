@@ -180,8 +180,11 @@ def help_text(topic: str | None = None) -> bytes:
 
 
 def json_word(value: object) -> str:
-    """`value` as JSON on one line, without blanks outside strings, safe to encode and to split into lines."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """`value` as JSON on one line, without blanks outside strings, safe to encode and to split into lines.
+
+    Raises ValueError for a number that JSON has not (infinities and NaN).
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

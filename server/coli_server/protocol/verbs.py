@@ -46,8 +46,8 @@ _TABLE: Final = (
     Verb("HELP", "HELP [verb]", "this list, or one verb with its options", "text lines, then END", most=1),
     Verb(
         "STAT",
-        f"STAT [{'|'.join(STAT_SECTIONS)}]",
-        "figures; `session` takes an id, `line` is one line, `reset` starts the windows again",
+        "STAT [section]",
+        f"figures; sections: {', '.join(STAT_SECTIONS)}; `session` may be followed by an id",
         "STAT <name> <value> lines, then END",
         most=2,
         aliases=("STATS",),
