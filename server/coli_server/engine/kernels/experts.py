@@ -39,9 +39,9 @@ _DOWN_BLOCK = 64
 class ExpertShape:
     """Where an expert's matrices lie in its slot, and what happens between them.
 
-    gate and up are [f, d], down is [d, f], all of one `kind`. Offsets are in bytes from the start of the slot,
-    row strides in bytes (0 stands for rows without gaps), so gate and up may be interleaved. Biases are float32
-    in the slot: a byte offset (-1: none) and a stride in elements. Activations:
+    gate and up are [f, d], down is [d, f], all of one `kind`. Offsets are in bytes from the start of the
+    slot, row strides in bytes (0 stands for rows without gaps), so gate and up may be interleaved. Biases are
+    float32 in the slot: a byte offset (-1: none) and a stride in elements. Activations:
 
     * 0: silu(g) * u
     * 1: with g = min(g, limit) and u = clip(u, -limit, limit): (u + 1) * g * sigmoid(alpha * g)
@@ -51,9 +51,9 @@ class ExpertShape:
     kind: int
     d: int
     f: int
-    gate: int
-    up: int
-    down: int
+    gate_offset: int
+    up_offset: int
+    down_offset: int
     gate_stride: int = 0
     up_stride: int = 0
     down_stride: int = 0
@@ -78,9 +78,9 @@ class ExpertShape:
         layout = (
             self.d,
             self.f,
-            self.gate,
-            self.up,
-            self.down,
+            self.gate_offset,
+            self.up_offset,
+            self.down_offset,
             self.gate_stride or wide,
             self.up_stride or wide,
             self.down_stride or narrow,
@@ -246,8 +246,8 @@ def experts_ffn(
     h: Array,
     y: Array,
     pair_out: Array,
-) -> None:
-    """y[pair_out[p]] = expert(x[pair_token[p]]) for every pair p, not weighted; all experts in two launches.
+) -> Array:
+    """y[pair_out[p]] = expert(x[pair_token[p]]) for every pair p, not weighted, in two launches; gives y.
 
     x float32 [tokens, d]; pair_token and pair_out int32 [pairs]; group_start int32 [groups + 1]: pairs
     group_start[g]..group_start[g + 1] - 1 belong to the expert whose bytes begin at slot_address[g] (int64
@@ -279,3 +279,4 @@ def experts_ffn(
             pair_out,
             thread_count(),
         )
+    return y

@@ -50,22 +50,24 @@ def _combine(y, weights, out):  # type: ignore[no-untyped-def]
                 out[t, d] += weight * y[t * k + r, d]
 
 
-def rms_norm(x: Array, weight: Array, eps: float, out: Array) -> Array:
+def rms_norm(x: Array, weight: Array, eps: float, out: Array | None = None) -> Array:
     """out = x / sqrt(mean(x ** 2) + eps) * weight, row by row.
 
-    x, out float32 [rows, width] (out may be x), weight float32 [width].
+    x, out float32 [rows, width] (out may be x, and is made if None), weight float32 [width].
     """
+    out = np.empty_like(x) if out is None else out
     if x.shape != out.shape or weight.shape[0] != x.shape[1]:
         raise ValueError(f"x {x.shape}, weight {weight.shape} and out {out.shape} do not fit together")
     _rms_norm(x, weight, eps, out)
     return out
 
 
-def layer_norm(x: Array, weight: Array, bias: Array, eps: float, out: Array) -> Array:
+def layer_norm(x: Array, weight: Array, bias: Array, eps: float, out: Array | None = None) -> Array:
     """out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, row by row.
 
-    x, out float32 [rows, width] (out may be x), weight and bias float32 [width].
+    x, out float32 [rows, width] (out may be x, and is made if None), weight and bias float32 [width].
     """
+    out = np.empty_like(x) if out is None else out
     if x.shape != out.shape or weight.shape[0] != x.shape[1] or bias.shape != weight.shape:
         raise ValueError(f"x {x.shape}, weight {weight.shape}, bias {bias.shape}, out {out.shape} do not fit")
     _layer_norm(x, weight, bias, eps, out)
@@ -73,7 +75,7 @@ def layer_norm(x: Array, weight: Array, bias: Array, eps: float, out: Array) -> 
 
 
 def silu_mul(gate: Array, up: Array, out: Array) -> Array:
-    """out = silu(gate) * up, element by element; float32 arrays of one shape (out may be one of the others)."""
+    """out = silu(gate) * up, element by element: float32 arrays of one shape (out may be an input)."""
     if gate.shape != up.shape or gate.shape != out.shape:
         raise ValueError(f"gate {gate.shape}, up {up.shape} and out {out.shape} must have one shape")
     _silu_mul(gate, up, out)

@@ -25,7 +25,7 @@ def _tile(rows: int, columns: int) -> Any:
     first `valid` of them. Every product has its own accumulator of 16 lanes, added to in steps of 16 along k.
     """
 
-    @intrinsic
+    @intrinsic  # type: ignore[untyped-decorator]
     def tile(_context: Any, tag: Any, xs: Any, ws: Any, ys: Any, k: Any, valid: Any) -> Any:
         weights = format_of(tag)
 
@@ -95,7 +95,7 @@ TILE_6X4 = _tile(6, 4)
 def _stack(words: int) -> Any:
     """The address of `words` * 8 bytes on the stack of the calling function, aligned to 64 bytes."""
 
-    @intrinsic
+    @intrinsic  # type: ignore[untyped-decorator]
     def stack(_context: Any) -> Any:
         def generate(_context: Any, b: Any, _signature: Any, _args: Any) -> Any:
             with b.goto_entry_block():
@@ -116,7 +116,7 @@ STACK_128 = _stack(128)
 STACK_384 = _stack(384)
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def put_address(_context: Any, address: Any, index: Any, value: Any) -> Any:
     """table[index] = value, for a table of int64 at `address`."""
 
@@ -128,7 +128,7 @@ def put_address(_context: Any, address: Any, index: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def get_float(_context: Any, address: Any, index: Any) -> Any:
     """float32 number `index` from `address` on."""
 
@@ -138,7 +138,7 @@ def get_float(_context: Any, address: Any, index: Any) -> Any:
     return types.float32(types.int64, types.int64), generate
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def put_float(_context: Any, address: Any, index: Any, value: Any) -> Any:
     """Store a float32 as number `index` from `address` on."""
 
@@ -149,13 +149,13 @@ def put_float(_context: Any, address: Any, index: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64, types.float32), generate
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def lane_sum(_context: Any, x: Any, n: Any) -> Any:
     """The sum of n float32 from address x on, in the fixed order of 16 lanes."""
     return types.float32(types.int64, types.int64), _reduction(lambda b, total, v: b.fadd(total, v))
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def lane_sum_squares(_context: Any, x: Any, n: Any) -> Any:
     """The sum of the squares of n float32 from address x on, in the fixed order of 16 lanes."""
     return types.float32(types.int64, types.int64), _reduction(lambda b, total, v: ln.fma(b, v, v, total))
@@ -190,7 +190,7 @@ def _each_step(b: Any, n: Any, body: Callable[[Any, Any], None]) -> None:
 def _gated(activate: Callable[[Any, Any, Any, Any, Any], Any]) -> Any:
     """gated(gate, up, out, n, alpha, limit): out[i] = activate(gate[i], up[i]), n float32 at each address."""
 
-    @intrinsic
+    @intrinsic  # type: ignore[untyped-decorator]
     def gated(_context: Any, gate: Any, up: Any, out: Any, n: Any, alpha: Any, limit: Any) -> Any:
         def generate(context: Any, b: Any, _signature: Any, args: Any) -> Any:
             gate, up, out, n, alpha, limit = args
@@ -240,9 +240,9 @@ CLAMPED_SWIGLU = _gated(_clamped_swiglu)
 GELU_TANH = _gated(_gelu_tanh)
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def softmax_step(_context: Any, scores: Any, count: Any, scale: Any, state: Any) -> Any:
-    """Fold the first `count` of 16 scores into a running softmax; gives the factor for what was summed before.
+    """Fold the first `count` of 16 scores into a running softmax; gives the factor for all summed before.
 
     `scores` becomes exp(scale * score - maximum), 0 beyond count. `state` is the address of two float32, the
     running maximum and the running denominator.
@@ -265,7 +265,7 @@ def softmax_step(_context: Any, scores: Any, count: Any, scale: Any, state: Any)
     return types.float32(types.int64, types.int64, types.float32, types.int64), generate
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def weighted_rows(_context: Any, p: Any, rows: Any, count: Any, n: Any, out: Any, factor: Any) -> Any:
     """out[d] = factor * out[d] + sum over j of p[j] * rows[j][d], j in order; d < n, j < count.
 

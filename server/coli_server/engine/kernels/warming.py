@@ -34,13 +34,13 @@ def warm(kinds: Iterable[int] = (Kind.BF16, Kind.F32), expert_kinds: Iterable[in
         rope(_zeros(1, 1, 4), _zeros(1, 2), _zeros(1, 2), interleaved)
     cache = _zeros(2, 1, 6)
     for values in (_zeros(2, 1, 4), cache[:, :, :4]):  # a cache of its own, or a view of the keys
-        attention(_zeros(1, 1, 6), np.zeros(1, np.int32), cache, values, scale=1.0)
+        attention(_zeros(1, 1, 6), cache, values, np.zeros(1, np.int32), 1.0)
 
 
 def _warm_experts(kind: int) -> None:
     size = ITEM_BYTES[kind]
     slot = np.zeros(3 * 16 * size, np.uint8)
-    shape = ExpertShape(kind, 4, 4, 0, 16 * size, 32 * size)
+    shape = ExpertShape(kind, d=4, f=4, gate_offset=0, up_offset=16 * size, down_offset=32 * size)
     one, start = np.zeros(1, np.int32), np.array([0, 1], np.int32)
     experts_ffn(
         _zeros(1, 4), one, start, np.array([slot.ctypes.data]), shape, _zeros(1, 4), _zeros(1, 4), one
