@@ -193,12 +193,12 @@ class Settings:
         "N",
         "experts cached in each layer, in place of what --ram has room for",
     )
-    context: int = _setting(
+    context: int | None = _setting(
         MODEL,
-        "4096",
+        None,
         _whole(16, 2**24),
         "TOKENS",
-        "room of one request: prompt and answer; the model may allow less",
+        "room of one request, prompt and answer; without it as much as model and memory allow",
     )
     threads: int = _setting(MODEL, "0", _whole(0, 1024), "N", "compute threads; 0 = one for each core")
 
@@ -247,6 +247,20 @@ class Settings:
     )
     queue_length: int = _setting(
         LIMITS, "64", _whole(1, 65_536), "N", "requests that may wait; one more answers BUSY"
+    )
+    max_sessions: int = _setting(
+        LIMITS,
+        "1024",
+        _whole(1, 2**20),
+        "N",
+        "named sessions kept; a new one takes the place of the longest idle",
+    )
+    session_seconds: float = _setting(
+        LIMITS,
+        "86400",
+        _seconds(),
+        "SECONDS",
+        "forget a named session that nobody has used for so long; 0 = never",
     )
     line_bytes: int = _setting(LIMITS, "64K", Size(256, 2**26), "SIZE", "longest command line")
     payload_bytes: int = _setting(LIMITS, "1M", Size(1, 2**26), "SIZE", "longest payload announced by bytes=")
