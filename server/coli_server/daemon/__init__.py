@@ -1,0 +1,5 @@
+"""The asyncio TCP daemon: connections, sessions and requests around one engine thread."""
+
+from coli_server.daemon.run import run
+
+__all__ = ["run"]

@@ -1,0 +1,249 @@
+"""One client's connection: bytes to commands in order, replies back, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from ipaddress import ip_address
+from typing import Any, Literal, cast
+
+from coli_server.daemon import answers
+from coli_server.daemon.conversation import Conversation
+from coli_server.daemon.core import Core
+from coli_server.daemon.output import Output
+from coli_server.protocol.commands import Command
+from coli_server.protocol.errors import ErrorCode, ProtocolError
+from coli_server.protocol.framer import Event, Framer, Limits
+from coli_server.protocol.replies import with_newline
+
+log = logging.getLogger(__name__)
+
+# Reading stops while commands with so many characters of text wait for their turn. It is not one command
+# alone: the end of the input lies behind all of them, and tells that the client may be gone.
+BACKLOG = 256 * 1024
+COMMAND_COST = 256
+# How long to read and drop what the peer has sent when the connection closes: closing a socket with unread
+# input resets the connection, and the peer may lose the reply that it has not read yet.
+LINGER_SECONDS = 2.0
+# While requests run and nothing else is sent. Once the input has ended, a failing write is the only sign of
+# a client that is gone, so it is tried more often.
+INFO_SECONDS = 2.0
+INFO_SECONDS_AFTER_END = 1.0
+
+
+class Connection(asyncio.Protocol):
+    """The protocol object of one connection.
+
+    `open`: commands are read and answered. `closing`: the output has ended and input is dropped.
+    `closed`: the transport is gone. `on_closed` is called at the end.
+    """
+
+    def __init__(self, core: Core, on_closed: Callable[[Connection], None], *, refuse: str | None) -> None:
+        self._core = core
+        self._on_closed = on_closed
+        self._refuse = refuse
+        self._loop = asyncio.get_running_loop()
+        self._state: Literal["open", "closing", "closed"] = "open"
+        limits = Limits(line=core.settings.line_bytes, payload=core.settings.payload_bytes)
+        self._framer = Framer(limits)
+        self._waiting: deque[Event] = deque()
+        self._backlog = 0
+        self._arrived = asyncio.Event()
+        self._input_ended = False
+        self._last_call = False
+        self._answering = False
+        self._flush_seconds = core.settings.write_seconds
+        self._last_input = self._last_work = self._loop.time()
+        self._task: asyncio.Task[None] | None = None
+        self._linger: asyncio.TimerHandle | None = None
+
+    # What the transport calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        settings = self._core.settings
+        self._transport = cast(asyncio.Transport, transport)
+        self._output = Output(
+            self._transport,
+            limit=settings.output_buffer_bytes,
+            seconds=settings.write_seconds,
+            meters=self._core.meters,
+            on_slow=self._slow,
+        )
+        self._conversation = Conversation(self._core, self._send, trusted=_is_local(transport))
+        if self._refuse is not None:
+            self.fail("TOO_MANY_CLIENTS", self._refuse)
+        else:
+            self._task = asyncio.create_task(self._serve())
+
+    def data_received(self, data: bytes) -> None:
+        self._core.meters.bytes_in_total += len(data)
+        if self._state == "open":
+            self._last_input = self._loop.time()
+            self._enqueue(self._framer.feed(data))
+            if self._backlog > BACKLOG:
+                self._transport.pause_reading()
+
+    def eof_received(self) -> bool:
+        """The peer sends no more. True keeps the connection open for what is still to be answered."""
+        self._input_ended = True
+        if self._state == "open":
+            self._enqueue(self._framer.end())
+            self._arrived.set()
+            return True
+        self._close()
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if exc is not None:
+            log.debug("a client is gone: %s", exc)
+        self._state = "closed"
+        self._input_ended = True
+        self._waiting.clear()
+        self._arrived.set()
+        self._output.close()
+        if self._linger is not None:
+            self._linger.cancel()
+        self._conversation.cancel()
+        if self._task is None or self._task.done():
+            self._conversation.leave()
+        self._on_closed(self)
+
+    def pause_writing(self) -> None:
+        self._output.pause()
+
+    def resume_writing(self) -> None:
+        self._output.resume()
+
+    # What the server calls
+
+    def tick(self, now: float) -> None:
+        """Look after time, a few times a second: tell of progress, end clients that stand still."""
+        if self._state != "open":
+            return
+        settings = self._core.settings
+        if self._answering or self._conversation.busy:
+            self._last_work = now
+            silence = INFO_SECONDS_AFTER_END if self._input_ended else INFO_SECONDS
+            if now - self._output.last_write >= silence:
+                self._conversation.tell()
+        elif (
+            self._framer.pending
+            and now - max(self._last_input, self._last_work) >= settings.half_command_seconds
+        ):
+            what = self._framer.pending.kind
+            self.fail("TIMEOUT", f"half a {what} has stood still for {settings.half_command_seconds:g} s")
+        elif settings.idle_seconds and now - max(self._last_input, self._last_work) >= settings.idle_seconds:
+            self.fail("TIMEOUT", f"nothing has happened for {settings.idle_seconds:g} s")
+
+    def finish(self) -> None:
+        """Answer what has been received, then close."""
+        self._last_call = True
+        self._arrived.set()
+
+    def abort(self) -> None:
+        """Close at once; what has not been sent is lost."""
+        self._transport.abort()
+
+    def fail(self, code: ErrorCode, message: str) -> None:
+        """Say what is wrong, end whatever runs, and close."""
+        if self._state == "open":
+            self._send(answers.refusal(ProtocolError(code, message), None))
+            self.shut()
+
+    def shut(self) -> None:
+        """End the output now, drop what still comes in for a moment, then close. What runs is cancelled."""
+        if self._state != "open":
+            return
+        self._state = "closing"
+        self._waiting.clear()
+        self._arrived.set()
+        self._conversation.cancel()
+        if self._input_ended:
+            self._close()
+            return
+        self._output.end()
+        self._linger = self._loop.call_later(LINGER_SECONDS, self._close)
+        self._transport.resume_reading()
+
+    # Commands, one after another
+
+    def _enqueue(self, events: list[Event]) -> None:
+        for event in events:
+            self._waiting.append(event)
+            self._backlog += _cost(event)
+        if events:
+            self._arrived.set()
+
+    async def _serve(self) -> None:
+        """Answer commands in their order until there are no more, then close."""
+        try:
+            while (event := await self._next()) is not None:
+                self._answering = True
+                await self._answer(event)
+                await self._output.drained()
+                self._answering = False
+            await self._conversation.finished()
+            self.shut()
+        except Exception:
+            log.exception("a connection failed")
+            self._transport.abort()
+        finally:
+            self._conversation.cancel()
+            if self._state == "closed":
+                self._conversation.leave()
+
+    async def _next(self) -> Event | None:
+        """The next command or error; None after the last one."""
+        while not self._waiting:
+            if self._input_ended or self._last_call or self._state != "open":
+                return None
+            self._arrived.clear()
+            await self._arrived.wait()
+        event = self._waiting.popleft()
+        self._backlog -= _cost(event)
+        if self._backlog <= BACKLOG // 2 and self._state == "open" and not self._input_ended:
+            self._transport.resume_reading()
+        return event
+
+    async def _answer(self, event: Event) -> None:
+        if isinstance(event, Command):
+            await self._conversation.answer(event)
+            if self._conversation.over:
+                self.shut()
+            return
+        self._core.meters.protocol_errors_total += 1
+        self._send(answers.refusal(event, None))
+        if event.close:
+            self.shut()
+
+    def _send(self, block: bytes) -> None:
+        self._output.write(with_newline(block, self._framer.newline))
+
+    # The end
+
+    def _slow(self) -> None:
+        self._core.meters.slow_readers_total += 1
+        self._flush_seconds = 0.0
+        self.fail("SLOW_READER", "replies were not read in time")
+
+    def _close(self) -> None:
+        """Close once everything in the buffer has been sent, or when the peer takes too long to read it."""
+        self._output.close()
+        if self._linger is not None:
+            self._linger.cancel()
+        self._transport.close()
+        self._linger = self._loop.call_later(self._flush_seconds, self._transport.abort)
+
+
+def _cost(event: Event) -> int:
+    return COMMAND_COST + (len(event.text) if isinstance(event, Command) else 0)
+
+
+def _is_local(transport: asyncio.BaseTransport) -> bool:
+    """Whether the peer is a program of this machine."""
+    peer: Any = transport.get_extra_info("peername")
+    if not isinstance(peer, tuple):
+        return True  # a Unix socket
+    return ip_address(peer[0]).is_loopback

@@ -1,0 +1,166 @@
+"""One GEN or CHAT from its command to its DONE."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from coli_server.daemon import answers
+from coli_server.daemon.options import policy_of, sampling_of
+from coli_server.daemon.prompts import Prompts
+from coli_server.daemon.scheduler import Scheduler, Ticket
+from coli_server.daemon.sessions import Session
+from coli_server.engine.api import Failed, Finished, GenerationRequest, Kind, TextChunk
+from coli_server.errors import ColiError
+from coli_server.protocol import replies
+from coli_server.protocol.commands import Command
+from coli_server.telemetry.counters import Counters
+
+log = logging.getLogger(__name__)
+
+
+class Generation:
+    """One GEN or CHAT of a session. A refusal comes before ACK; the last line always comes.
+
+    `task` answers it, from now on, and ends after the last line. `settled` is set as soon as the
+    connection may go on to its next command: the request was accepted or refused, or it waits for the CHAT before it. `send` takes reply lines and may lead nowhere.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        command: Command,
+        session: Session,
+        options: Mapping[str, Any],
+        *,
+        scheduler: Scheduler,
+        prompts: Prompts,
+        send: Callable[[bytes], None],
+    ) -> None:
+        self.id = id
+        self.settled = asyncio.Event()
+        self._kind: Kind = "chat" if command.verb == "CHAT" else "gen"
+        self._command = command
+        self._session = session
+        self._options = options
+        self._policy = policy_of(options)
+        self._deadline = _deadline(options["deadline_ms"])
+        self._scheduler = scheduler
+        self._prompts = prompts
+        self._send = send
+        self._ticket: Ticket | None = None
+        self._begun = False
+        self._cancelled = False
+        session.requests[id] = self
+        self.task = asyncio.create_task(self._run(), name=f"{session.name}/{id}")
+        self._answer: list[str] = []
+
+    def cancel(self) -> None:
+        """End early. The last line still comes, with `finish=cancelled`."""
+        self._cancelled = True
+        if self._ticket is not None:
+            self._scheduler.cancel(self._ticket)
+        elif self._begun:  # a task that is cancelled before its first step would not run at all
+            self.task.cancel()
+
+    def info(self) -> bytes:
+        """A line that tells how far the request is."""
+        ticket = self._ticket
+        if ticket is None:
+            return replies.queued(self.id, place=list(self._session.requests).index(self.id))
+        if (place := self._scheduler.place(ticket)) is not None:
+            return replies.queued(self.id, place=place)
+        if ticket.tokens:
+            return replies.generating(self.id, tokens=ticket.tokens)
+        return replies.prefill(self.id, done=ticket.read, total=len(ticket.request.prompt))
+
+    async def _run(self) -> None:
+        self._begun = True
+        try:
+            if self._cancelled:
+                raise asyncio.CancelledError
+            if self._kind == "chat":
+                if self._session.turn.locked():
+                    self.settled.set()
+                async with self._session.turn:
+                    await self._generate()
+            else:
+                await self._generate()
+        except asyncio.CancelledError:
+            if self._ticket is not None:
+                raise
+            self._cancelled_early()
+        except Exception as error:
+            if not isinstance(error, ColiError):
+                log.exception("request %s of session %s failed", self.id, self._session.name)
+            self._send(answers.refusal(error, self.id))
+        finally:
+            del self._session.requests[self.id]
+            self.settled.set()
+
+    async def _generate(self) -> None:
+        self._scheduler.check()
+        prompt = await self._prompt()
+        self._ticket = self._scheduler.submit(self._request(prompt), self._session, self._on_text)
+        self._acknowledge(len(prompt))
+        event = await self._ticket.ended
+        if isinstance(event, Failed):
+            self._send(answers.failure(event, self.id))
+        else:
+            self._remember(event)
+            self._done(event)
+
+    async def _prompt(self) -> tuple[int, ...]:
+        """The prompt's tokens `[prompt_tokens]`. Raises ColiError for a prompt that cannot be used."""
+        if self._command.token_ids is not None:
+            return self._prompts.of_ids(self._command.token_ids)
+        if self._kind == "gen":
+            return await self._prompts.of_text(self._command.text)
+        messages = self._session.messages(self._options["system"], self._command.text)
+        return await self._prompts.of_dialogue(messages)
+
+    def _request(self, prompt: tuple[int, ...]) -> GenerationRequest:
+        options = self._options
+        return GenerationRequest(
+            key=self._scheduler.next_key(),
+            session=self._session.name,
+            kind=self._kind,
+            prompt=prompt,
+            max_tokens=min(options["max"], self._prompts.capacity - len(prompt)),
+            policy=self._policy,
+            sampling=sampling_of(options),
+            stop=options["stop"],
+            logprobs=options["logprobs"],
+            deadline=self._deadline,
+        )
+
+    def _acknowledge(self, prompt_tokens: int) -> None:
+        self._send(replies.ack(self.id, prompt_tokens=prompt_tokens, session=self._session.name))
+        self.settled.set()
+
+    def _cancelled_early(self) -> None:
+        """The engine never heard of the request: it was accepted, and it is over."""
+        self._scheduler.count_cancelled_early(self._session)
+        self._acknowledge(0)
+        self._done(Finished(0, "cancelled", Counters(), 0, 0, None, 0.0))
+
+    def _done(self, event: Finished) -> None:
+        self._send(answers.done(self.id, event, seed=self._options["seed"], policy=self._policy))
+
+    def _on_text(self, chunk: TextChunk) -> None:
+        self._answer.append(chunk.text)
+        if chunk.text or chunk.logprobs:
+            self._send(answers.token(self.id, chunk))
+
+    def _remember(self, event: Finished) -> None:
+        """Keep a CHAT's turn, an answer that was cut short included, but no turn that got no answer."""
+        answer = "".join(self._answer)
+        if self._kind == "chat" and (answer or event.finish in ("stop", "length")):
+            self._session.say(self._command.text, answer)
+
+
+def _deadline(milliseconds: int | None) -> float | None:
+    return None if milliseconds is None else time.monotonic() + milliseconds / 1000

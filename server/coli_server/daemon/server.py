@@ -1,0 +1,190 @@
+"""The daemon as a whole: it listens, watches time, drains and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Protocol
+
+from coli_server.daemon import listening, scheduler
+from coli_server.daemon.connection import LINGER_SECONDS, Connection
+from coli_server.daemon.core import Core
+from coli_server.daemon.figures import Figures, Identity
+from coli_server.daemon.latency import Latencies
+from coli_server.daemon.meters import Meters
+from coli_server.daemon.options import daemon_options, policy_of
+from coli_server.daemon.prompts import Prompts
+from coli_server.daemon.scheduler import Scheduler
+from coli_server.daemon.sessions import Sessions
+from coli_server.engine import Engine
+from coli_server.engine.api import Event
+from coli_server.settings import Settings
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.25
+# Tokenizing releases the interpreter lock: a second thread keeps a short prompt from waiting for a long one.
+TOKENIZERS = 2
+# How long the engine may take to end what it was asked to end: a step of a large model from a slow disk.
+CANCEL_SECONDS = 10.0
+
+
+class Service(scheduler.Service, Protocol):
+    """An engine that works beside the event loop."""
+
+    def start(self) -> None: ...
+
+    def stop(self, timeout: float) -> None: ...
+
+
+class Daemon:
+    """Serves one model to any number of clients, from `serve` until a signal.
+
+    `service` must hand its events to `dispatch`, from any thread.
+    """
+
+    def __init__(self, service: Service, engine: Engine, identity: Identity, settings: Settings) -> None:
+        self._service = service
+        self._settings = settings
+        self._identity = identity
+        self._loop = asyncio.get_running_loop()
+        self._connections: set[Connection] = set()
+        self._none_left = asyncio.Event()
+        self._none_left.set()
+        self._executor = ThreadPoolExecutor(TOKENIZERS, thread_name_prefix="coli-text")
+        self._latencies = Latencies()
+        options = daemon_options(settings)
+        sessions = Sessions(
+            limit=settings.max_sessions, lifetime=settings.session_seconds, on_end=service.drop
+        )
+        requests = Scheduler(service, queue_length=settings.queue_length, latencies=self._latencies)
+        meters = Meters()
+        figures = Figures(
+            identity,
+            settings,
+            options,
+            sessions=sessions,
+            scheduler=requests,
+            meters=meters,
+            latencies=self._latencies,
+        )
+        prompts = Prompts(engine.text, engine.spec.vocab, engine.context_length, self._executor)
+        self._core = Core(settings, options, sessions, requests, prompts, figures, meters)
+
+    def dispatch(self, events: tuple[Event, ...]) -> None:
+        """Take the events of an engine step; callable from any thread."""
+        # The engine may still end a step while the loop is being closed: nobody waits for its events then.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._core.scheduler.dispatch, events)
+
+    async def serve(self, sockets: list[socket.socket]) -> int:
+        """Serve on bound `sockets` until SIGTERM or SIGINT, then drain. Returns the process's exit code."""
+        signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, signals.put_nowait, number)
+        self._service.start()
+        servers = [await self._listen(one) for one in sockets]
+        heart = asyncio.create_task(self._beat())
+        self._announce(sockets)
+        try:
+            first = await signals.get()
+            log.info("%s: finishing what runs, up to %g s", first.name, self._settings.drain_seconds)
+            return await self._drain_unless(signals)
+        finally:
+            heart.cancel()
+            for server in servers:
+                server.close()
+            for connection in tuple(self._connections):
+                connection.abort()
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _listen(self, bound: socket.socket) -> asyncio.Server:
+        create = self._loop.create_unix_server if bound.family == socket.AF_UNIX else self._loop.create_server
+        return await create(self._connection, sock=bound, backlog=listening.BACKLOG)
+
+    def _connection(self) -> Connection:
+        """The protocol object for an accepted connection."""
+        meters, most = self._core.meters, self._settings.max_connections
+        refuse = None
+        if len(self._connections) >= most:
+            meters.connections_rejected_total += 1
+            refuse = f"{most} connections are open already"
+        else:
+            meters.connections_total += 1
+        connection = Connection(self._core, self._closed, refuse=refuse)
+        self._connections.add(connection)
+        self._none_left.clear()
+        meters.connections_current = len(self._connections)
+        return connection
+
+    def _closed(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._core.meters.connections_current = len(self._connections)
+        if not self._connections:
+            self._none_left.set()
+
+    def _announce(self, sockets: list[socket.socket]) -> None:
+        """Say that the daemon can serve, where, and with what."""
+        mode = policy_of(self._core.options).describe()
+        place = listening.describe(sockets[0])
+        print(f"READY {place} model={self._identity.model} mode={mode}", file=sys.stderr, flush=True)
+
+    async def _beat(self) -> None:
+        """Look after time for all connections and sessions; lateness of this loop is that of every timer."""
+        due = time.monotonic() + TICK_SECONDS
+        while True:
+            await asyncio.sleep(due - time.monotonic())
+            now = time.monotonic()
+            self._latencies.event_loop_lag.observe(now - due)
+            due = now + TICK_SECONDS
+            try:
+                moment = self._loop.time()
+                for connection in tuple(self._connections):
+                    connection.tick(moment)
+                self._core.sessions.sweep(moment)
+            except Exception:
+                log.exception("looking after connections failed")
+
+    async def _drain_unless(self, signals: asyncio.Queue[signal.Signals]) -> int:
+        """Drain; a second signal ends that at once."""
+        drain = asyncio.create_task(self._drain())
+        second = asyncio.create_task(signals.get())
+        await asyncio.wait({drain, second}, return_when=asyncio.FIRST_COMPLETED)
+        if second.done():
+            drain.cancel()
+            log.warning("%s again: stopping at once", second.result().name)
+            self._service.stop(0.0)
+            return 128 + second.result()
+        second.cancel()
+        await drain
+        return 0
+
+    async def _drain(self) -> None:
+        """Take no new work, let what runs finish or end it, say goodbye to every client, stop the engine."""
+        requests = self._core.scheduler
+        requests.draining = True
+        if not await _within(self._settings.drain_seconds, requests.emptied()):
+            log.warning("ending %d requests after the drain time", requests.running + requests.waiting)
+            requests.cancel_all("drained")
+            if not await _within(CANCEL_SECONDS, requests.emptied()):
+                log.error("the engine does not end %d requests", requests.running + requests.waiting)
+        for connection in tuple(self._connections):
+            connection.finish()
+        await _within(LINGER_SECONDS + TICK_SECONDS, self._none_left.wait())
+        await self._loop.run_in_executor(self._executor, self._service.stop, CANCEL_SECONDS)
+
+
+async def _within(seconds: float, work: Coroutine[None, None, object]) -> bool:
+    """Whether `work` was done in time."""
+    try:
+        await asyncio.wait_for(work, seconds)
+    except TimeoutError:
+        return False
+    return True
