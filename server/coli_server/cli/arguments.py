@@ -1,0 +1,97 @@
+"""Arguments that several commands have: where the daemon is, and what a request says."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from coli_server.errors import ConfigurationError
+from coli_server.ranges import ROUTING, SAMPLING
+from coli_server.settings import SETTINGS, Address, Listen, given
+
+# Of a request, by their names in the protocol.
+_REQUEST: Mapping[str, tuple[str, str]] = {
+    "max": ("N", "generate at most N tokens (256)"),
+    "temp": ("T", "temperature; 0 = always the likeliest token (0)"),
+    "top_p": ("P", "draw from the likeliest tokens that have this probability together (1)"),
+    "top_k": ("N", "draw from the N likeliest tokens; 0 = all (0)"),
+    "min_p": ("P", "leave out tokens below P times the likeliest one's probability (0)"),
+    "repeat_penalty": ("F", "divide the logits of tokens that occurred by F (1)"),
+    "seed": ("N", "of the random numbers (0)"),
+    "deadline_ms": ("MS", "end after so many milliseconds"),
+}
+
+
+def make_parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of one command. Abbreviated flags are refused: a mistyped one must not be another one."""
+    return argparse.ArgumentParser(
+        prog=f"coli {command}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def add_request_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags for everything that a request may say about drawing tokens and about its size."""
+    group = parser.add_argument_group("Request", "defaults in parentheses")
+    for name, (metavar, help) in _REQUEST.items():
+        group.add_argument(_flag(name), dest=name, metavar=metavar, help=help)
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end before TEXT; may be given up to four times"
+    )
+
+
+def request_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The checked request options that were given, as the client library takes them."""
+    options: dict[str, Any] = {}
+    for name in _REQUEST:
+        word = getattr(arguments, name)
+        if word is not None:
+            options[name] = option_value(name, word, _flag(name))
+    if arguments.stop:
+        options["stop"] = arguments.stop
+    return options
+
+
+def routing_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The checked routing options that the user gave, as flags or in the environment."""
+    flags = vars(arguments)
+    options: dict[str, Any] = {}
+    for name, word in given(flags, os.environ).items():
+        if name in ROUTING:
+            source = "the environment" if flags.get(name) is None else SETTINGS[name].flag
+            options[name] = _for_client(SETTINGS[name].parse(word, source))
+    return options
+
+
+def option_value(name: str, word: str, source: str) -> Any:
+    """The value of a protocol option as the client library takes it; `source` is named in the error."""
+    accepted = ROUTING.get(name) or SAMPLING.get(name)
+    if accepted is None:
+        return word
+    try:
+        return _for_client(accepted.parse(word))
+    except ValueError:
+        raise ConfigurationError(f"{name} is {word!r} (from {source}), must be {accepted}") from None
+
+
+def connect_address(word: str, source: str) -> Address:
+    """The TCP address of a daemon; raises ConfigurationError."""
+    try:
+        address = Listen().parse(word)
+    except ValueError:
+        raise ConfigurationError(f"{word!r} (from {source}) must be HOST:PORT or PORT") from None
+    if address.path is not None:
+        raise ConfigurationError(f"{word!r} (from {source}): only TCP addresses can be connected to")
+    return address
+
+
+def _for_client(value: Any) -> Any:
+    return "auto" if value is None else value
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

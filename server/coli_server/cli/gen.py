@@ -1,0 +1,25 @@
+"""Continue one text. The continuation goes to standard output, its figures to standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from coli_server.cli.answer import answered
+from coli_server.cli.arguments import add_request_arguments, make_parser, request_options
+from coli_server.cli.attach import add_daemon_arguments, attached
+
+
+def main(words: Sequence[str]) -> int:
+    parser = make_parser("gen", __doc__)
+    parser.add_argument("prompt", help="the text; - reads it from standard input, without its last line end")
+    add_request_arguments(parser)
+    add_daemon_arguments(parser)
+    arguments = parser.parse_args(words)
+    options = request_options(arguments)
+    prompt = sys.stdin.read().removesuffix("\n") if arguments.prompt == "-" else arguments.prompt
+    with attached(arguments) as client:
+        result, figures = answered(client, lambda: client.generate(prompt, **options))
+    print()
+    print(figures, file=sys.stderr)
+    return 130 if result.finish == "cancelled" else 0

@@ -1,0 +1,35 @@
+"""What happens before the first word comes, on a terminal: one line that is written over and wiped."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from coli_client import Info
+
+_WORDS = {"prefill": "reading the prompt", "queue": "place in the queue", "tokens": "tokens made"}
+
+
+class News:
+    """Shows the server's news of a waiting request on `stream` if that is a terminal."""
+
+    def __init__(self, stream: TextIO = sys.stderr) -> None:
+        self._stream = stream
+        self._terminal = stream.isatty()
+        self._shown = False
+
+    def show(self, info: Info) -> None:
+        parts = [f"{_WORDS.get(name, name)} {value}" for name, value in info.fields.items()]
+        if self._terminal and parts:
+            self._write(f"\r\x1b[K({', '.join(parts)})")
+            self._shown = True
+
+    def wipe(self) -> None:
+        """Give the line back to the text."""
+        if self._shown:
+            self._write("\r\x1b[K")
+            self._shown = False
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()

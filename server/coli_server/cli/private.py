@@ -1,0 +1,98 @@
+"""A daemon of one's own: started for one command on a free loopback port, ended with it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from queue import SimpleQueue
+from typing import IO
+
+from coli_server.errors import ColiError
+from coli_server.settings import SETTINGS, Address, Listen, given, load
+
+_READY = re.compile(r"\bREADY\b.*?(\S+:\d+)")
+_PR_SET_PDEATHSIG = 1
+# Longer than a daemon with nothing to do needs; a request that still runs is nobody's any more.
+_STOP_SECONDS = 10.0
+
+
+class DaemonFailedError(ColiError):
+    """The private daemon ended before it was ready. It has said why on stderr."""
+
+
+@contextlib.contextmanager
+def private_daemon(flags: Mapping[str, str | None]) -> Iterator[Address]:
+    """Run `coli serve` with these flags and this environment until the block is left; gives its address.
+
+    Raises ConfigurationError for settings that are wrong, before anything starts.
+    """
+    settings = load(flags, os.environ)
+    words = {name: word for name in SETTINGS if (word := flags.get(name)) is not None}
+    if settings.model is None:
+        from coli_server.models import ensure_default_model
+
+        words["model"] = str(ensure_default_model())
+    if "log_level" not in given(flags, os.environ):
+        words["log_level"] = "warning"
+    words["listen"] = "127.0.0.1:0"
+    process = _start(words)
+    try:
+        yield _wait_until_ready(process)
+    finally:
+        _stop(process)
+
+
+def _start(words: Mapping[str, str]) -> subprocess.Popen[str]:
+    arguments = [f"{SETTINGS[name].flag}={word}" for name, word in words.items()]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "coli_server.cli", "serve", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # Ctrl-C is for the command in front, not for its daemon
+        preexec_fn=_end_with_parent,
+    )
+
+
+def _end_with_parent() -> None:
+    # Linux sends the signal when the parent is gone, however it went.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _wait_until_ready(process: subprocess.Popen[str]) -> Address:
+    assert process.stderr is not None
+    ready: SimpleQueue[str | None] = SimpleQueue()
+    threading.Thread(target=_relay, args=(process.stderr, ready), daemon=True).start()
+    address = ready.get()
+    if address is None:
+        raise DaemonFailedError(f"the daemon ended with status {process.wait()} before it was ready")
+    return Listen().parse(address)
+
+
+def _relay(stderr: IO[str], ready: SimpleQueue[str | None]) -> None:
+    """Pass the daemon's messages on, but READY; that, or the end of the messages, goes into `ready`."""
+    for line in stderr:
+        match = _READY.search(line)
+        if match:
+            ready.put(match[1])
+        else:
+            print(line, end="", file=sys.stderr, flush=True)
+    ready.put(None)
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

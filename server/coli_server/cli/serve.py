@@ -1,0 +1,26 @@
+"""Run the daemon until SIGTERM or SIGINT. It can serve when it has said READY on stderr.
+
+A flag wins over its environment variable, which wins over the default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from coli_server.cli.arguments import make_parser
+from coli_server.settings import add_arguments, load
+
+
+def main(words: Sequence[str]) -> int:
+    parser = make_parser("serve", __doc__)
+    add_arguments(parser)
+    settings = load(vars(parser.parse_args(words)), os.environ)
+    # What is expensive to import comes after what can be refused at once.
+    from coli_server import daemon
+    from coli_server.models import ensure_default_model
+
+    if settings.model is None:
+        settings = replace(settings, model=str(ensure_default_model()))
+    return daemon.run(settings)
