@@ -1,0 +1,104 @@
+"""A carving recipe: which feed-forward neuron of a dense model goes where, and the routers.
+
+A recipe is data of this project and holds no weights of the source model. It is a safetensors file:
+
+    order        uint16  [layers, ffn]              neuron ids: shared expert first, then expert by expert
+    router       uint16  [layers, experts, hidden]  bfloat16 bits of the router weights
+    router_bias  float32 [layers, experts]          added to the sigmoid scores for ranking only
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from coli_server.errors import ModelError
+
+FORMAT = "coli-carving-1"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to carve one dense model; arrays as in the module's docstring."""
+
+    shared: int
+    """Neurons of the always-on shared expert, a multiple of `expert_width`."""
+    experts_per_token: int
+    order: NDArray[np.uint16]
+    router: NDArray[np.uint16]
+    router_bias: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        layers, ffn = self.order.shape
+        routers, biases = self.router.shape, self.router_bias.shape
+        if routers[0] != layers or biases != routers[:2]:
+            raise ModelError(f"recipe: {layers} layers of neurons, but routers {routers} and biases {biases}")
+        if not np.array_equal(np.sort(self.order, axis=1), np.tile(np.arange(ffn), (layers, 1))):
+            raise ModelError(f"recipe: a layer's order is not a permutation of its {ffn} neurons")
+        routed = ffn - self.shared
+        if not 0 < routed < ffn or routed % self.experts or self.shared % self.expert_width:
+            raise ModelError(
+                f"recipe: {ffn} neurons do not split into {self.shared} shared and {self.experts} experts"
+            )
+        if not 0 < self.experts_per_token <= self.experts:
+            raise ModelError(f"recipe: {self.experts_per_token} experts a token, must be 1 to {self.experts}")
+
+    @property
+    def layers(self) -> int:
+        return int(self.order.shape[0])
+
+    @property
+    def experts(self) -> int:
+        return int(self.router.shape[1])
+
+    @property
+    def expert_width(self) -> int:
+        """Neurons of one routed expert."""
+        return int(self.order.shape[1] - self.shared) // self.experts
+
+    def shared_neurons(self, layer: int) -> NDArray[np.uint16]:
+        """Neuron ids of the shared expert, [shared]."""
+        return self.order[layer, : self.shared]
+
+    def expert_neurons(self, layer: int, expert: int) -> NDArray[np.uint16]:
+        """Neuron ids of one routed expert, [expert_width]."""
+        first = self.shared + expert * self.expert_width
+        return self.order[layer, first : first + self.expert_width]
+
+
+def load_recipe(path: Path, sha256: str) -> Recipe:
+    """Read a recipe; `ModelError` if the file is not exactly the one whose sha256 is given."""
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != sha256:
+        raise ModelError(f"{path}: sha256 is {found}, must be {sha256}; reinstall Coli")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            described = json.loads((file.metadata() or {})["recipe"])
+            if described["format"] != FORMAT:
+                raise ModelError(f"{path}: format is {described['format']!r}, must be {FORMAT!r}")
+            return Recipe(
+                shared=int(described["shared"]),
+                experts_per_token=int(described["experts_per_token"]),
+                order=file.get_tensor("order"),
+                router=file.get_tensor("router"),
+                router_bias=file.get_tensor("router_bias"),
+            )
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ModelError(f"{path}: not a recipe: {error}") from error
+
+
+def dump_recipe(recipe: Recipe) -> bytes:
+    """The bytes of a recipe file; equal recipes give equal bytes."""
+    arrays = {"order": recipe.order, "router": recipe.router, "router_bias": recipe.router_bias}
+    described = {
+        "format": FORMAT,
+        "shared": recipe.shared,
+        "experts_per_token": recipe.experts_per_token,
+    }
+    # One entry, because safetensors writes several in an order that changes from run to run.
+    return bytes(save(arrays, {"recipe": json.dumps(described)}))
