@@ -1,0 +1,20 @@
+"""The supported model families, one module each, found by the `model_type` of config.json."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from coli_server.engine.config import Config
+from coli_server.engine.families.common import Family
+
+MODEL_TYPES = ("glm4_moe", "olmoe")
+
+
+def family_of(config: Config) -> Family:
+    """The family that `config` belongs to. Raises ConfigError, which names the supported ones."""
+    model_type = config.raw("model_type")
+    if model_type not in MODEL_TYPES:
+        raise config.error("model_type", ", ".join(MODEL_TYPES))
+    family = import_module(f"coli_server.engine.families.{model_type}").FAMILY
+    assert isinstance(family, Family)
+    return family

@@ -1,0 +1,82 @@
+"""GLM-4.5 and GLM-4.6 (zai-org/GLM-4.5-Air and its kin), arXiv:2508.06471."""
+
+from __future__ import annotations
+
+from coli_server.engine.config import Config
+from coli_server.engine.families.common import (
+    Family,
+    experts_per_token,
+    head_dim,
+    kv_heads,
+    rms_norm,
+    silu,
+)
+from coli_server.engine.rope import read_rope
+from coli_server.engine.spec import (
+    DenseMlp,
+    GroupedQueryAttention,
+    LayerSpec,
+    ModelSpec,
+    MoeMlp,
+    Router,
+    SharedExpert,
+)
+
+
+def read(config: Config) -> ModelSpec:
+    """Sigmoid router with correction bias and groups, a shared expert, leading dense layers."""
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    context, experts = config.integer("max_position_embeddings"), config.integer("n_routed_experts")
+    layers = config.integer("num_hidden_layers", high=1024)
+    size = head_dim(config, hidden, heads)
+    activation = silu(config)
+    width = config.integer("moe_intermediate_size")
+    shared = config.integer("n_shared_experts", 1, low=0)
+    attention = GroupedQueryAttention(
+        heads=heads,
+        kv_heads=kv_heads(config, heads),
+        head_dim=size,
+        rope=read_rope(config, size, context_length=context),
+        scale=size**-0.5,
+        qkv_bias=config.flag("attention_bias", False),
+        qk_norm="head" if config.flag("use_qk_norm", False) else "none",
+    )
+    moe = MoeMlp(
+        experts=experts,
+        k=experts_per_token(config, experts),
+        width=width,
+        router=sigmoid_router(config, experts),
+        shared=SharedExpert(width * shared) if shared else None,
+        activation=activation,
+    )
+    dense = DenseMlp(config.integer("intermediate_size"), activation)
+    first_moe = config.integer("first_k_dense_replace", 1, low=0, high=layers)
+    return ModelSpec(
+        model_type="glm4_moe",
+        hidden=hidden,
+        vocab=config.integer("vocab_size"),
+        context_length=context,
+        layers=tuple(LayerSpec(attention, moe if i >= first_moe else dense) for i in range(layers)),
+        norm=rms_norm(config, 1e-5),
+        tied_embeddings=config.flag("tie_word_embeddings", False),
+    )
+
+
+def sigmoid_router(config: Config, experts: int) -> Router:
+    """The router that DeepSeek-V3 introduced (arXiv:2412.19437) and the GLM family shares."""
+    groups = config.integer("n_group", 1, high=experts)
+    if experts % groups:
+        raise config.error("n_group", f"a divisor of n_routed_experts={experts}")
+    return Router(
+        "sigmoid",
+        renormalize=config.flag("norm_topk_prob", True),
+        scale=config.positive("routed_scaling_factor", 1.0),
+        correction_bias=True,
+        groups=groups,
+        topk_groups=config.integer("topk_group", 1, high=groups),
+        group_score="top2",
+    )
+
+
+# The layers behind the last one predict further tokens in training and speculation only.
+FAMILY = Family("glm4_moe", read, ignored=(r"model\.layers\.{beyond}\..*",))

@@ -1,0 +1,99 @@
+"""Dividing the memory budget: dense weights, KV cache, activations, and the rest for experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coli_server.engine.kv import kv_bytes_per_token, kv_widths
+from coli_server.engine.model import Checkpoint
+from coli_server.engine.spec import ModelSpec
+from coli_server.errors import ConfigurationError
+from coli_server.experts import plan, resident_bytes, staging_bytes
+
+KV_SHARE = 4  # the KV cache gets a quarter of the budget at most
+FULL_CONTEXTS = 4  # and never more than this many sequences of full length
+LEAST_CONTEXT = 256  # tokens; a server that cannot hold these is of no use
+CODE_BYTES = 160 << 20  # what compiling and holding the kernels adds to a fresh process, measured
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Who gets what, in bytes. All sequences share `kv_bytes`; none is longer than `context_length` tokens."""
+
+    ram: int
+    dense_bytes: int
+    kv_bytes: int
+    kv_token_bytes: int
+    activation_bytes: int
+    context_length: int
+    slots_per_layer: int
+    cache_bytes: int
+
+
+def plan_memory(
+    checkpoint: Checkpoint, ram: int, experts_per_layer: int | None, context: int | None, chunk: int
+) -> MemoryPlan:
+    """Divide `ram` bytes. `context` is the longest sequence that the user asks for; `chunk` a step's rows.
+
+    Raises ConfigurationError with the smallest budget that works.
+    """
+    spec = checkpoint.spec
+    token = kv_bytes_per_token([kv_widths(layer.attention) for layer in spec.layers])
+    if context is not None and context > spec.context_length:
+        raise ConfigurationError(
+            f"--context={context} is longer than the model's own limit (accepted: 1 to {spec.context_length})"
+        )
+    longest = context or spec.context_length
+    least = (context or min(longest, LEAST_CONTEXT)) * token
+    wanted = max(least, min(ram // KV_SHARE, FULL_CONTEXTS * longest * token))
+    layers = [experts.files for experts in checkpoint.experts]
+    expert_bytes = sum(layer.experts * layer.expert_bytes() for layer in layers)
+    dense = checkpoint.weights.index.nbytes - expert_bytes
+    activations = activation_bytes(spec, chunk)
+    runtime = resident_bytes() + CODE_BYTES
+
+    def divide(kv: int) -> MemoryPlan:
+        found = plan(
+            ram,
+            dense_bytes=dense,
+            kv_bytes=kv,
+            activation_bytes=activations,
+            staging_bytes=staging_bytes(layers),
+            slot_bytes=[layer.layout.slot_bytes for layer in layers],
+            experts=[layer.experts for layer in layers],
+            k=spec.moe.k,
+            experts_per_layer=experts_per_layer,
+            runtime_bytes=runtime,
+        )
+        return MemoryPlan(
+            ram,
+            dense,
+            kv,
+            token,
+            activations,
+            min(longest, kv // token),
+            found.slots_per_layer,
+            found.cache_bytes,
+        )
+
+    try:
+        return divide(wanted)
+    except ConfigurationError:
+        return divide(least)  # a short context beats no service; raises again if even that is too much
+
+
+def activation_bytes(spec: ModelSpec, rows: int) -> int:
+    """An upper estimate of the scratch memory of one step of `rows` tokens."""
+    widest = 0
+    for layer in spec.layers:
+        width = getattr(layer.mlp, "width", 0)
+        widest = max(widest, width)
+    moe = spec.moe
+    shared = moe.shared.width if moe.shared else 0
+    floats = 8 * spec.hidden + moe.k * (spec.hidden + moe.width) + max(widest, shared)
+    heads = max(
+        getattr(layer.attention, "heads", 0)
+        * getattr(layer.attention, "head_dim", getattr(layer.attention, "kv_rank", 0))
+        for layer in spec.layers
+    )
+    return 4 * rows * (floats + 4 * heads) + 4 * 64 * spec.vocab

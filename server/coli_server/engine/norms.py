@@ -1,0 +1,36 @@
+"""Normalisation of hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coli_server.engine import kernels
+from coli_server.engine.spec import NormSpec
+from coli_server.engine.weights import Weights
+
+F32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMS norm, or layer norm where there is a bias; weights are float32 [size]."""
+
+    weight: F32
+    bias: F32 | None
+    eps: float
+
+    @classmethod
+    def load(cls, weights: Weights, name: str, size: int, spec: NormSpec) -> Norm:
+        """The norm whose hub name, without `.weight`, is `name`."""
+        bias = weights.vector(f"{name}.bias", size) if spec.kind == "layer" else None
+        return cls(weights.vector(f"{name}.weight", size), bias, spec.eps)
+
+    def __call__(self, x: F32) -> F32:
+        """Normalised rows: float32 [rows, size]."""
+        out = np.empty_like(x)
+        if self.bias is None:
+            return kernels.rms_norm(x, self.weight, self.eps, out)
+        return kernels.layer_norm(x, self.weight, self.bias, self.eps, out)

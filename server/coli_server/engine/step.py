@@ -1,0 +1,220 @@
+"""One step of the engine: which tokens of which sequences it computes, and what it measures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coli_server.engine.kv import KvCache
+from coli_server.routing import RoutePolicy, Selection, SessionResidency, SpanMean
+from coli_server.telemetry.counters import Counters
+
+STOCK = RoutePolicy(mode="off")
+I32 = NDArray[np.int32]
+F32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteState:
+    """What cache-aware routing remembers of one request: the logical LRU of session scope, and the running
+    span of cache-prior. Either is None where the policy does not use it."""
+
+    residency: SessionResidency | None = None
+    span: SpanMean | None = None
+
+    @classmethod
+    def empty(cls, policy: RoutePolicy, layers: int, experts: int, k: int) -> RouteState:
+        """The state at the beginning of a request; `layers` and `experts` are those of the MoE layers."""
+        residency = span = None
+        if policy.active and policy.scope == "session":
+            residency = SessionResidency.empty(layers, experts, policy.session_capacity(k, experts))
+        if policy.mode == "cache-prior":
+            span = SpanMean.empty(layers)
+        return cls(residency, span)
+
+    def copy(self) -> RouteState:
+        return RouteState(
+            None if self.residency is None else self.residency.copy(),
+            None if self.span is None else self.span.copy(),
+        )
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One running request as the model sees it: its KV, its routing policy and state, its counters."""
+
+    kv: KvCache
+    policy: RoutePolicy
+    route: RouteState = RouteState()
+    counters: Counters = field(default_factory=Counters)
+
+    @property
+    def position(self) -> int:
+        """The position of the next token."""
+        return self.kv.length
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive tokens of one sequence in one step.
+
+    `prompt`: they are prompt tokens; `length`: the length of the text that they belong to, for rotary
+    types that look at it; `want`: which of their logits are needed.
+    """
+
+    sequence: Sequence
+    ids: tuple[int, ...]
+    prompt: bool
+    length: int
+    want: Literal["none", "last", "all"] = "last"
+
+    @property
+    def policy(self) -> RoutePolicy:
+        """The policy that routes these tokens: stock for a prompt, unless it is routed too."""
+        policy = self.sequence.policy
+        return policy if not self.prompt or policy.prefill else STOCK
+
+    @property
+    def counted(self) -> bool:
+        """Whether the tokens belong to the meters' window (docs/CACHE_ROUTE.md, meters)."""
+        return not self.prompt or (self.sequence.policy.active and self.sequence.policy.prefill)
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Rows of a step that have the same policy, so that one call of `routing.select` routes them.
+
+    `members` are their spans, each with the number of its first row inside the group.
+    """
+
+    policy: RoutePolicy
+    rows: NDArray[np.intp] | slice
+    members: tuple[tuple[int, Span], ...]
+    counted: NDArray[np.intp] | slice | None  # rows of the group inside the meters' window; None: no row
+
+    def residency(self, slot: int, physical: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """The residency that the policy sees in MoE layer `slot`: bool [experts] or [rows, experts].
+
+        In session scope a span is one token (`Engine` sees to it): each sees its predecessors' choices.
+        """
+        if not self.policy.active or self.policy.scope == "shared":
+            return physical
+        return np.stack([_residency_of(span).row(slot) for _, span in self.members])
+
+    def touch(self, slot: int, chosen: I32) -> None:
+        """Move the logical LRUs by the choices of MoE layer `slot`, int32 [rows, k]."""
+        if self.policy.active and self.policy.scope == "session":
+            for row, span in self.members:
+                _residency_of(span).touch(slot, chosen[row])
+
+    def spans(self, slot: int, scores: F32, logits: F32 | None) -> NDArray[np.float64] | None:
+        """The running span of cache-prior as every row sees it, float64 [rows]; None for other policies."""
+        if self.policy.mode != "cache-prior":
+            return None
+        means = []
+        for row, span in self.members:
+            rows = slice(row, row + len(span.ids))
+            mean = span.sequence.route.span
+            assert mean is not None
+            means.append(mean.observe(slot, scores[rows], None if logits is None else logits[rows]))
+        return np.concatenate(means)
+
+
+def _residency_of(span: Span) -> SessionResidency:
+    residency = span.sequence.route.residency
+    assert residency is not None
+    assert len(span.ids) == 1
+    return residency
+
+
+class Step:
+    """The rows of one step, in span order, and the figures that its layers add up row by row.
+
+    Attributes: `ids`, `positions`, `lengths` int32 [rows]; `first[i]` is the row of span i's first token.
+    """
+
+    def __init__(self, spans: Seq[Span]) -> None:
+        self.spans = tuple(spans)
+        counts = [len(span.ids) for span in spans]
+        starts = [span.sequence.position for span in spans]
+        self.first = [0, *np.cumsum(counts).tolist()]
+        self.rows = int(self.first[-1])
+        self.ids: I32 = np.fromiter((i for span in spans for i in span.ids), np.int32, self.rows)
+        self.positions: I32 = np.concatenate(
+            [np.arange(s, s + n, dtype=np.int32) for s, n in zip(starts, counts, strict=True)]
+        )
+        self.lengths: I32 = np.repeat(np.array([span.length for span in spans], np.int32), counts)
+        self.starts = starts
+        self.groups = self._group()
+        self.swaps = np.zeros(self.rows, np.int64)
+        self.kl = np.zeros(self.rows, np.float64)
+        self.mass = np.zeros(self.rows, np.float64)
+        self.slots = np.zeros(self.rows, np.int64)
+        self.layers = 0
+        self.found = np.zeros((self.rows, 3), np.int64)  # lookups that were absent, in the LRU, pinned
+        self.loads = np.zeros((self.rows, 2), np.int64)  # physical reads and their bytes
+
+    def _group(self) -> tuple[RowGroup, ...]:
+        by_policy: dict[RoutePolicy, list[int]] = {}
+        for i, span in enumerate(self.spans):
+            by_policy.setdefault(span.policy, []).append(i)
+        return tuple(self._row_group(policy, indices) for policy, indices in by_policy.items())
+
+    def _row_group(self, policy: RoutePolicy, indices: list[int]) -> RowGroup:
+        members, counted, at = [], [], 0
+        for i in indices:
+            span = self.spans[i]
+            members.append((at, span))
+            if span.counted:
+                counted.append(np.arange(at, at + len(span.ids)))
+            at += len(span.ids)
+        window: NDArray[np.intp] | slice | None = slice(0, at)
+        if len(counted) < len(members):
+            window = np.concatenate(counted) if counted else None
+        rows: NDArray[np.intp] | slice = slice(0, self.rows)
+        if len(indices) < len(self.spans):
+            rows = np.concatenate([np.arange(self.first[i], self.first[i + 1]) for i in indices])
+        return RowGroup(policy, rows, tuple(members), window)
+
+    def record(self, group: RowGroup, selection: Selection) -> None:
+        """Add what `selection` measured for the rows of `group` in one layer."""
+        self.swaps[group.rows] += selection.swaps
+        self.slots[group.rows] += selection.experts.shape[1]
+        if group.policy.meters:
+            self.kl[group.rows] += selection.kl
+            self.mass[group.rows] += selection.mass_kept
+
+    def finish(self) -> None:
+        """Fold the figures into the counters of each sequence, and declare their KV valid."""
+        for i, span in enumerate(self.spans):
+            rows = slice(self.first[i], self.first[i + 1])
+            self._fold(span, rows)
+            stock = not span.policy.active
+            span.sequence.kv.append(span.ids, stock=stock)
+
+    def _fold(self, span: Span, rows: slice) -> None:
+        counters = span.sequence.counters
+        absent, lru, pinned = (int(n) for n in self.found[rows].sum(axis=0))
+        if span.counted:
+            counters.route_slots += int(self.slots[rows].sum())
+            counters.route_swaps += int(self.swaps[rows].sum())
+            counters.lookups += absent + lru + pinned
+            counters.hits_pin += pinned
+            counters.hits_lru += lru
+            counters.misses += absent
+            if span.sequence.policy.meters:
+                counters.route_rows += self.layers * len(span.ids)
+                counters.route_kl_sum += float(self.kl[rows].sum())
+                counters.route_mass_sum += float(self.mass[rows].sum())
+        else:
+            counters.prefill_lookups += absent + lru + pinned
+            counters.prefill_hits_pin += pinned
+            counters.prefill_hits_lru += lru
+            counters.prefill_misses += absent
+        loads, nbytes = (int(n) for n in self.loads[rows].sum(axis=0))
+        counters.loads += loads
+        counters.load_bytes += nbytes

@@ -1,0 +1,27 @@
+"""Scratch memory that is allocated once and reused by every step."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Workspace:
+    """Named float32 buffers that only grow; a view is valid until the same name is taken again."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, NDArray[np.float32]] = {}
+
+    def take(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """An uninitialised C-contiguous array of `shape`."""
+        size = 1
+        for length in shape:
+            size *= length
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.size < size:
+            buffer = self._buffers[name] = np.empty(size, np.float32)
+        return buffer[:size].reshape(shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
