@@ -187,8 +187,11 @@ def _read_weight_map(file: Path) -> dict[str, str]:
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{file}: weight_map must be an object with at least one tensor")
+    plain: set[str] = set()
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not _is_plain_name(shard):
+        if isinstance(shard, str) and (shard in plain or _is_plain_name(shard)):
+            plain.add(shard)
+        else:
             raise CheckpointError(
                 f"{file}: tensor {name!r}: {shard!r} is not the plain name of a .safetensors file"
             )
