@@ -113,7 +113,7 @@ DEFAULTS: Final[Mapping[str, OptionValue]] = MappingProxyType(
 
 
 def find_option(name: str, hint: str = "") -> Option:
-    """The option called `name`; raises ProtocolError BAD_OPTION for an unknown one, with `hint` at its end."""
+    """The option called `name`; raises ProtocolError BAD_OPTION, whose message ends in `hint`, if unknown."""
     try:
         return OPTIONS[name]
     except KeyError:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from coli_server.protocol.errors import CODES, CodeInfo, ProtocolError
-from coli_server.protocol.options import OPTIONS
+from coli_server.protocol.options import OPTIONS, Option
 from coli_server.protocol.verbs import VERBS, Verb
 
 PROTOCOL_VERSION: Final = 1
@@ -193,25 +193,25 @@ def with_newline(block: bytes, newline: bytes) -> bytes:
     return block if newline == b"\n" else block.replace(b"\n", newline)
 
 
-def _all_verbs() -> Sequence[str]:
-    width = max(len(verb.usage) for verb in VERBS.values() if len(verb.usage) < 40)
+def _all_verbs() -> list[str]:
+    width = max(len(verb.usage) for verb in VERBS.values())
     lines = [f"{verb.usage:<{width}}  {verb.help}" for verb in VERBS.values()]
     return [*lines, "HELP <verb> tells more. Everything is explained in docs/PROTOCOL.md."]
 
 
-def _one_verb(verb: Verb) -> Sequence[str]:
+def _one_verb(verb: Verb) -> list[str]:
     lines = [verb.usage, f"  {verb.help}", f"  answers: {verb.reply}"]
     if verb.aliases:
         lines.append(f"  also: {', '.join(verb.aliases)}")
-    names = [option for option in OPTIONS.values() if _applies(option.name, verb)]
-    return lines + [f"  {option.name}=  {option.help} ({option.range_text})" for option in names]
+    options = [option for option in OPTIONS.values() if _applies(option, verb)]
+    width = max((len(option.name) for option in options), default=0)
+    return lines + [f"  {option.name:<{width}}  {option.help} ({option.range_text})" for option in options]
 
 
-def _applies(name: str, verb: Verb) -> bool:
-    option = OPTIONS[name]
+def _applies(option: Option, verb: Verb) -> bool:
     if verb.shape == "assignment":
         return option.settable
-    return verb.name in option.verbs or (verb.shape == "text" and name == "bytes")
+    return verb.name in option.verbs or (verb.shape == "text" and option.name == "bytes")
 
 
 def _word(value: object) -> str:
