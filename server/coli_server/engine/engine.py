@@ -125,7 +125,7 @@ class Engine:
 
     @property
     def reuse_limit(self) -> int | None:
-        """Length beyond which KV depends on the length of the whole sequence, so must not be reused; or None."""
+        """Length beyond which KV depends on the whole sequence's length and may not be reused; or None."""
         limits = [
             limit
             for layer in self.spec.layers

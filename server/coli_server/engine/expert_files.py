@@ -27,7 +27,7 @@ class RoutedExperts:
 
 
 def routed_experts(weights: Weights, names: TensorNames, spec: ModelSpec, layer: int) -> RoutedExperts:
-    """Find the routed experts of `layer`. Raises CheckpointError for a tensor that is missing or misshapen."""
+    """Find the routed experts of `layer`. Raises CheckpointError for a missing or misshapen tensor."""
     mlp = spec.layers[layer].mlp
     assert isinstance(mlp, MoeMlp)
     prefix = names.layer.format(layer=layer)

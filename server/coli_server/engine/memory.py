@@ -18,7 +18,7 @@ CODE_BYTES = 160 << 20  # what compiling and holding the kernels adds to a fresh
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Who gets what, in bytes. All sequences share `kv_bytes`; none is longer than `context_length` tokens."""
+    """Who gets what, in bytes. All sequences share `kv_bytes`; none has over `context_length` tokens."""
 
     ram: int
     dense_bytes: int

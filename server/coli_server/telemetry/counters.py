@@ -17,7 +17,8 @@ class Counters:
     # written by the engine thread
     prompt_tokens_total: int = 0
     generated_tokens_total: int = 0
-    decode_seconds: float = 0.0
+    decode_steps: int = 0  # tokens computed one at a time: a generation of n tokens has n - 1
+    decode_seconds: float = 0.0  # from a request's first token to its last
     route_slots: int = 0
     route_swaps: int = 0
     route_rows: int = 0  # (token, layer) pairs whose agreement and KL were measured
@@ -91,5 +92,5 @@ def route_mass_kept(counters: Counters) -> float:
 
 
 def tok_s(counters: Counters) -> float:
-    """Generated tokens per second of decoding, the first token of each request left out of the time."""
-    return counters.generated_tokens_total / counters.decode_seconds if counters.decode_seconds else 0.0
+    """Decoded tokens per second: a request's first token comes from its prompt and is not counted."""
+    return counters.decode_steps / counters.decode_seconds if counters.decode_seconds else 0.0
