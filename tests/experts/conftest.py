@@ -44,8 +44,8 @@ def write_shard(file: Path, tensors: Tensors) -> Path:
 class FaultReader:
     """The real reader, which stops short, fails or waits where a test says so, and keeps a log.
 
-    `fail` maps a place (file name, absolute offset) to the error of every read that covers it. `longest` bounds
-    a read in bytes. Reads wait while `gate` is not set.
+    `fail` maps a place (file name, absolute offset) to the error of every read that covers it. `longest`
+    bounds a read in bytes. Reads wait while `gate` is not set.
     """
 
     inner: PreadReader = field(default_factory=PreadReader)

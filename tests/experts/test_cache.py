@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ def lease_all(cache, store, layer, wanted):
         for expert, address in zip(lease.experts.tolist(), lease.addresses.tolist(), strict=True):
             assert address % 64 == 0
             assert store.held(layer, address) == store.expected(layer, expert)
-    assert sorted(sum(leases, [])) == sorted(wanted)
+    assert sorted(chain.from_iterable(leases)) == sorted(wanted)
     return leases
 
 
@@ -39,7 +40,7 @@ def test_first_lease_has_all_residents_while_the_missing_ones_load(store, reader
         assert next(stream).experts.tolist() == [2, 0]
         assert cache.state(1).tolist() == [1, 1, 1, 0, 0, 0, 0, 0], "a slot being loaded is not resident"
         reader.gate.set()
-        assert sorted(sum((lease.experts.tolist() for lease in stream), [])) == [4, 5]
+        assert sorted(chain.from_iterable(lease.experts.tolist() for lease in stream)) == [4, 5]
     assert residents(cache, 1) == {0, 1, 2, 4, 5}
 
 
@@ -74,7 +75,7 @@ def test_touch_order_is_the_order_given_not_the_order_of_ids_or_reads(store, mak
         assert gone not in residents(cache, 1)
 
 
-def test_an_expert_still_needed_by_the_step_is_not_evicted(store, reader, make_cache):
+def test_an_expert_still_needed_by_the_step_is_not_evicted(store, make_cache):
     cache = make_cache(4)
     lease_all(cache, store, 1, [0, 1, 2, 3])
     loads = cache.counters.loads
@@ -84,7 +85,7 @@ def test_an_expert_still_needed_by_the_step_is_not_evicted(store, reader, make_c
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5, 7, 8, 20])
-def test_more_wanted_than_slots_comes_in_waves_with_one_read_each(store, reader, make_cache, slots):
+def test_more_wanted_than_slots_comes_in_waves_with_one_read_each(store, make_cache, slots):
     cache = make_cache(slots)
     for wanted in ([7, 6, 5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5, 6, 7]):
         before, held = cache.counters.loads, residents(cache, 1)
@@ -103,7 +104,7 @@ def test_what_survives_a_wave_does_not_depend_on_the_speed_of_reads(store, make_
     assert kept == {frozenset({2, 4, 3})}
 
 
-def test_a_leased_slot_is_not_written_while_others_load(store, reader, make_cache):
+def test_a_leased_slot_is_not_written_while_others_load(store, make_cache):
     cache = make_cache(2)
     lease_all(cache, store, 1, [0, 1])
     with cache.stream(1, [0, 1, 2, 3, 4]) as stream:
@@ -159,7 +160,7 @@ def test_pinned_experts_are_never_evicted(store, make_cache):
     assert cache.counters.loads == 2 + 3 * 6 - 2 * 2, "two of the others are still there each time"
 
 
-def test_pins_leave_the_slots_that_a_token_needs(store, make_cache):
+def test_pins_leave_the_slots_that_a_token_needs(make_cache):
     cache = make_cache(5, experts_per_token=3)
     cache.pin(1, [0, 1])
     with pytest.raises(ConfigurationError, match=r"layer 1: cannot pin 1 more .* 3 kept free .* 0 to 0"):
@@ -192,11 +193,10 @@ def test_a_failed_read_names_layer_expert_and_file_and_gives_the_slot_back(store
     cache = make_cache(4)
     lease_all(cache, store, 3, [0, 1, 2, 3])
     reader.fail[store.place(3, 5)] = OSError(errno.EIO, "Input/output error")
-    leased = []
+    stream, leased = cache.stream(3, [4, 5, 6]), []
     with pytest.raises(ExpertReadError) as caught:
-        for lease in cache.stream(3, [4, 5, 6]):
-            leased += lease.experts.tolist()
-    assert sorted(leased) == [4, 6], "the others are leased before the error"
+        leased.extend(lease.experts.tolist() for lease in stream)
+    assert sorted(chain.from_iterable(leased)) == [4, 6], "the others are leased before the error"
     assert str(caught.value) == (
         f"layer 3, expert 5: cannot read {store.folder / 'layer3.safetensors'}: Input/output error"
     )
@@ -278,7 +278,7 @@ def test_the_next_stream_closes_one_that_was_dropped_half_way(store, make_cache)
     assert sorted([*cache._layers[1].free, *cache._layers[1].slot_of.values()]) == [0, 1, 2]
 
 
-def test_read_threads_start_with_the_cache_and_end_with_it(store, reader, make_cache):
+def test_read_threads_start_with_the_cache_and_end_with_it(reader, make_cache):
     before = threading.active_count()
     cache = make_cache(2, readers=3)
     assert threading.active_count() == before + 3

@@ -123,18 +123,20 @@ class CacheMachine(RuleBasedStateMachine):
         failing = {e for e in wanted if e in broken and e not in hits}
         for expert in broken:
             self.reader.fail[self.store.place(layer, expert)] = OSError(errno.EIO, "Input/output error")
-        leased = []
-        stream = self.cache.stream(layer, wanted)
-        try:
-            for lease in stream:
+        leased: list[int] = []
+
+        def run() -> None:
+            for lease in (stream := self.cache.stream(layer, wanted)):
                 self.check_lease(layer, stream, lease)
-                leased += lease.experts.tolist()
-            assert not failing
-        except ExpertReadError as error:
-            assert error.layer == layer
-            assert set(error.experts) == failing
-        finally:
-            self.reader.fail.clear()
+                leased.extend(lease.experts.tolist())
+
+        if failing:
+            with pytest.raises(ExpertReadError) as caught:
+                run()
+            assert (caught.value.layer, set(caught.value.experts)) == (layer, failing)
+        else:
+            run()
+        self.reader.fail.clear()
         assert sorted(leased) == sorted(set(wanted) - failing)
         self.read_log(since)
         self.resynchronise(layer, wanted)

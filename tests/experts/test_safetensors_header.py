@@ -164,7 +164,7 @@ def test_rows_of_a_fused_tensor(tmp_path):
     assert (b.rows(1, 3).offset, b.rows(1, 3).nbytes) == (start + 26, 4)
     assert (a.whole().offset, a.whole().nbytes) == (start, 24)
     for begin, end in ((-1, 1), (1, 3), (2, 1)):
-        with pytest.raises(CheckpointError, match="tensor 'a' of shape .* has no rows"):
+        with pytest.raises(CheckpointError, match=r"tensor 'a' of shape .* has no rows"):
             a.rows(begin, end)
 
 
@@ -179,10 +179,13 @@ def test_a_row_of_half_bytes_is_refused(tmp_path):
 def assert_refused_or_consistent(file, content: bytes) -> None:
     """The one promise for any bytes: CheckpointError, or what the reference implementation finds too."""
     file.write_bytes(content)
+    header = None
     try:
         header = read_header(file)
     except CheckpointError as error:
-        assert str(error).startswith(str(file))
+        refusal = str(error)
+    if header is None:
+        assert refusal.startswith(str(file))
         return
     (length,) = struct.unpack("<Q", content[:8])
     position = 8 + length
