@@ -245,6 +245,9 @@ class Settings:
     requests_per_connection: int = _setting(
         LIMITS, "8", _whole(1, 1024), "N", "requests of one connection that run or wait at the same time"
     )
+    max_running: int = _setting(
+        LIMITS, "16", _whole(1, 1024), "N", "requests that the engine computes together; the others wait"
+    )
     queue_length: int = _setting(
         LIMITS, "64", _whole(1, 65_536), "N", "requests that may wait; one more answers BUSY"
     )

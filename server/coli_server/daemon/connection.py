@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections import deque
 from collections.abc import Callable
 from ipaddress import ip_address
@@ -243,7 +244,7 @@ def _cost(event: Event) -> int:
 
 def _is_local(transport: asyncio.BaseTransport) -> bool:
     """Whether the peer is a program of this machine."""
-    peer: Any = transport.get_extra_info("peername")
-    if not isinstance(peer, tuple):
-        return True  # a Unix socket
-    return ip_address(peer[0]).is_loopback
+    if transport.get_extra_info("socket").family == socket.AF_UNIX:
+        return True
+    peer: Any = transport.get_extra_info("peername")  # None when it has gone already
+    return peer is not None and ip_address(peer[0]).is_loopback

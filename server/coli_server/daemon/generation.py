@@ -26,7 +26,8 @@ class Generation:
     """One GEN or CHAT of a session. A refusal comes before ACK; the last line always comes.
 
     `task` answers it, from now on, and ends after the last line. `settled` is set as soon as the
-    connection may go on to its next command: the request was accepted or refused, or it waits for the CHAT before it. `send` takes reply lines and may lead nowhere.
+    connection may go on to its next command: the request was accepted or refused, or it waits for the
+    CHAT before it. `send` takes reply lines and may lead nowhere.
     """
 
     def __init__(

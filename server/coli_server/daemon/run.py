@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import socket
-import time
+import sys
+from functools import partial
 
 from coli_server.daemon import listening
-from coli_server.daemon.figures import Identity
-from coli_server.daemon.server import Daemon
+from coli_server.daemon.server import Daemon, Signals
 from coli_server.engine import Engine
 from coli_server.engine.service import EngineService
 from coli_server.errors import ConfigurationError
@@ -26,29 +28,50 @@ def run(settings: Settings) -> int:
     """Load the model, serve it until SIGTERM or SIGINT, and return the process's exit code.
 
     Prints one line on standard error that begins with READY as soon as it can serve. Raises
-    ConfigurationError or ModelError, which name the culprit, when it cannot.
+    ConfigurationError or ModelError, which name the culprit, when it cannot. The process ends here if
+    the engine cannot be stopped in good order: after a second signal, or if it hangs.
     """
-    started = time.monotonic()
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    if settings.model is None:
+        raise ConfigurationError("COLI_MODEL is not given: it must be the path of a folder with a model")
     sockets = listening.bind(settings)
     try:
-        engine = _open(settings)
-        try:
-            with asyncio.Runner(loop_factory=new_event_loop) as runner:
-                return runner.run(_serve(engine, sockets, settings, started))
-        finally:
-            engine.close()
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            code = runner.run(_serve(settings, sockets))
+        if code:
+            # The engine may be in the middle of a step: Python must not take away what it uses.
+            listening.unlink(sockets)
+            logging.shutdown()
+            os._exit(code)
+        return code
     finally:
         listening.unlink(sockets)
         for one in sockets:
             one.close()
 
 
+async def _serve(settings: Settings, sockets: list[socket.socket]) -> int:
+    signals: Signals = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
+    make_service = partial(EngineService, partial(_open, settings), max_running=settings.max_running)
+    daemon = Daemon(make_service, settings)
+    starting = asyncio.create_task(daemon.start(sockets))
+    interrupted = asyncio.create_task(signals.get())
+    await asyncio.wait({starting, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+    if interrupted.done():
+        return 128 + interrupted.result()
+    interrupted.cancel()
+    engine = await starting
+    place, mode = listening.describe(sockets[0]), engine.policy.describe()
+    print(f"READY {place} model={engine.name} mode={mode}", file=sys.stderr, flush=True)
+    return await daemon.until(signals)
+
+
 def _open(settings: Settings) -> Engine:
-    if settings.model is None:
-        raise ConfigurationError("COLI_MODEL is not given: it must be the path of a folder with a model")
+    assert settings.model is not None
     return Engine.open(
         settings.model,
         ram=settings.ram,
@@ -56,11 +79,5 @@ def _open(settings: Settings) -> Engine:
         policy=RoutePolicy(**policy_arguments(settings)),
         context=settings.context,
         threads=settings.threads or None,
+        warm=False,  # the service compiles the kernels on its own thread
     )
-
-
-async def _serve(engine: Engine, sockets: list[socket.socket], settings: Settings, started: float) -> int:
-    service = EngineService(engine, lambda events: daemon.dispatch(events))
-    identity = Identity(engine.name, engine.model_type, started)
-    daemon = Daemon(service, engine, identity, settings)
-    return await daemon.serve(sockets)

@@ -6,9 +6,8 @@ import asyncio
 import logging
 import signal
 import socket
-import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
@@ -19,7 +18,7 @@ from coli_server.daemon.core import Core
 from coli_server.daemon.figures import Figures, Identity
 from coli_server.daemon.latency import Latencies
 from coli_server.daemon.meters import Meters
-from coli_server.daemon.options import daemon_options, policy_of
+from coli_server.daemon.options import daemon_options
 from coli_server.daemon.prompts import Prompts
 from coli_server.daemon.scheduler import Scheduler
 from coli_server.daemon.sessions import Sessions
@@ -39,35 +38,62 @@ CANCEL_SECONDS = 10.0
 class Service(scheduler.Service, Protocol):
     """An engine that works beside the event loop."""
 
-    def start(self) -> None: ...
+    def start(self) -> Engine: ...
 
-    def stop(self, timeout: float) -> None: ...
+    def stop(self, timeout: float) -> bool: ...
+
+
+Signals = asyncio.Queue[signal.Signals]
+MakeService = Callable[[Callable[[tuple[Event, ...]], None]], Service]
 
 
 class Daemon:
-    """Serves one model to any number of clients, from `serve` until a signal.
+    """Serves one model to any number of clients, from `start` until a signal.
 
-    `service` must hand its events to `dispatch`, from any thread.
+    `make_service` gets the function that takes the engine's events, which may be called in any thread.
     """
 
-    def __init__(self, service: Service, engine: Engine, identity: Identity, settings: Settings) -> None:
-        self._service = service
+    def __init__(self, make_service: MakeService, settings: Settings) -> None:
+        self._service = make_service(self._dispatch)
         self._settings = settings
-        self._identity = identity
         self._loop = asyncio.get_running_loop()
+        self._started = time.monotonic()
+        self._executor = ThreadPoolExecutor(TOKENIZERS, thread_name_prefix="coli-text")
+        self._latencies = Latencies()
         self._connections: set[Connection] = set()
         self._none_left = asyncio.Event()
         self._none_left.set()
-        self._executor = ThreadPoolExecutor(TOKENIZERS, thread_name_prefix="coli-text")
-        self._latencies = Latencies()
-        options = daemon_options(settings)
+
+    async def start(self, sockets: list[socket.socket]) -> Engine:
+        """Load the model, then serve on bound `sockets`. Raises what the engine raises when it cannot."""
+        engine = await self._loop.run_in_executor(self._executor, self._service.start)
+        self._core = self._assemble(engine)
+        self._servers = [await self._listen(one) for one in sockets]
+        self._heart = asyncio.create_task(self._beat())
+        return engine
+
+    async def until(self, signals: Signals) -> int:
+        """Serve until a signal comes, then drain and stop. Returns the exit code of the process."""
+        try:
+            first = await signals.get()
+            log.info("%s: finishing what runs, up to %g s", first.name, self._settings.drain_seconds)
+            return await self._drain_unless(signals)
+        finally:
+            self._heart.cancel()
+            for server in self._servers:
+                server.close()
+            for connection in tuple(self._connections):
+                connection.abort()
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _assemble(self, engine: Engine) -> Core:
+        settings, options, meters = self._settings, daemon_options(self._settings), Meters()
         sessions = Sessions(
-            limit=settings.max_sessions, lifetime=settings.session_seconds, on_end=service.drop
+            limit=settings.max_sessions, lifetime=settings.session_seconds, on_end=self._service.drop
         )
-        requests = Scheduler(service, queue_length=settings.queue_length, latencies=self._latencies)
-        meters = Meters()
+        requests = Scheduler(self._service, queue_length=settings.queue_length, latencies=self._latencies)
         figures = Figures(
-            identity,
+            Identity(engine.name, engine.model_type, self._started),
             settings,
             options,
             sessions=sessions,
@@ -76,34 +102,13 @@ class Daemon:
             latencies=self._latencies,
         )
         prompts = Prompts(engine.text, engine.spec.vocab, engine.context_length, self._executor)
-        self._core = Core(settings, options, sessions, requests, prompts, figures, meters)
+        return Core(settings, options, sessions, requests, prompts, figures, meters)
 
-    def dispatch(self, events: tuple[Event, ...]) -> None:
-        """Take the events of an engine step; callable from any thread."""
+    def _dispatch(self, events: tuple[Event, ...]) -> None:
+        """Take the events of an engine step; called on the engine's thread."""
         # The engine may still end a step while the loop is being closed: nobody waits for its events then.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._core.scheduler.dispatch, events)
-
-    async def serve(self, sockets: list[socket.socket]) -> int:
-        """Serve on bound `sockets` until SIGTERM or SIGINT, then drain. Returns the process's exit code."""
-        signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, signals.put_nowait, number)
-        self._service.start()
-        servers = [await self._listen(one) for one in sockets]
-        heart = asyncio.create_task(self._beat())
-        self._announce(sockets)
-        try:
-            first = await signals.get()
-            log.info("%s: finishing what runs, up to %g s", first.name, self._settings.drain_seconds)
-            return await self._drain_unless(signals)
-        finally:
-            heart.cancel()
-            for server in servers:
-                server.close()
-            for connection in tuple(self._connections):
-                connection.abort()
-            self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _listen(self, bound: socket.socket) -> asyncio.Server:
         create = self._loop.create_unix_server if bound.family == socket.AF_UNIX else self._loop.create_server
@@ -130,12 +135,6 @@ class Daemon:
         if not self._connections:
             self._none_left.set()
 
-    def _announce(self, sockets: list[socket.socket]) -> None:
-        """Say that the daemon can serve, where, and with what."""
-        mode = policy_of(self._core.options).describe()
-        place = listening.describe(sockets[0])
-        print(f"READY {place} model={self._identity.model} mode={mode}", file=sys.stderr, flush=True)
-
     async def _beat(self) -> None:
         """Look after time for all connections and sessions; lateness of this loop is that of every timer."""
         due = time.monotonic() + TICK_SECONDS
@@ -152,21 +151,19 @@ class Daemon:
             except Exception:
                 log.exception("looking after connections failed")
 
-    async def _drain_unless(self, signals: asyncio.Queue[signal.Signals]) -> int:
+    async def _drain_unless(self, signals: Signals) -> int:
         """Drain; a second signal ends that at once."""
         drain = asyncio.create_task(self._drain())
         second = asyncio.create_task(signals.get())
         await asyncio.wait({drain, second}, return_when=asyncio.FIRST_COMPLETED)
-        if second.done():
+        if not drain.done():
             drain.cancel()
             log.warning("%s again: stopping at once", second.result().name)
-            self._service.stop(0.0)
             return 128 + second.result()
         second.cancel()
-        await drain
-        return 0
+        return await drain
 
-    async def _drain(self) -> None:
+    async def _drain(self) -> int:
         """Take no new work, let what runs finish or end it, say goodbye to every client, stop the engine."""
         requests = self._core.scheduler
         requests.draining = True
@@ -177,8 +174,11 @@ class Daemon:
                 log.error("the engine does not end %d requests", requests.running + requests.waiting)
         for connection in tuple(self._connections):
             connection.finish()
-        await _within(LINGER_SECONDS + TICK_SECONDS, self._none_left.wait())
-        await self._loop.run_in_executor(self._executor, self._service.stop, CANCEL_SECONDS)
+        # Every connection has deadlines of its own that add up to this.
+        goodbye = LINGER_SECONDS + self._settings.write_seconds + TICK_SECONDS
+        await _within(goodbye, self._none_left.wait())
+        stopped = await self._loop.run_in_executor(self._executor, self._service.stop, CANCEL_SECONDS)
+        return 0 if stopped else 1
 
 
 async def _within(seconds: float, work: Coroutine[None, None, object]) -> bool:
