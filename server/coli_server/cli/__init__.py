@@ -40,7 +40,10 @@ def _run(name: str, words: Sequence[str]) -> int:
 
     try:
         module = importlib.import_module(f"coli_server.cli.{name}")
-        return int(module.main(words))
+        try:
+            return int(module.main(words))
+        finally:
+            sys.stdout.flush()  # here, where a reader that is gone can be dealt with
     except ConfigurationError as error:
         return _fail(str(error), 2)
     except (ColiError, ClientError) as error:
