@@ -321,6 +321,11 @@ class TestSet:
         assert refusal("SET bytes=1 temp 0\n1").code == "BAD_REQUEST"
 
 
+def test_size_is_that_of_the_line_and_its_payload() -> None:
+    assert command("GEN ids=1 1,2,3").size == len("GEN ids=1 1,2,3")
+    assert command("GEN bytes=5\nhello").size == len("GEN bytes=5") + len("hello")
+
+
 def test_every_settable_option_can_be_set_and_every_option_is_taken_by_a_verb() -> None:
     for name in SETTABLE:
         error = refusal(f"SET {name}")

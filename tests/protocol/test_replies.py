@@ -108,14 +108,6 @@ class TestErrors:
             b"ERR BUSY id=7 retry_ms=500 the queue is full\n"
         )
 
-    def test_an_error_value_is_its_line(self) -> None:
-        error = ProtocolError(
-            "CONTEXT_EXCEEDED", "too long", id="a", details={"prompt_tokens": 9, "capacity": 8}
-        )
-        assert replies.protocol_error(error) == (
-            b"ERR CONTEXT_EXCEEDED id=a prompt_tokens=9 capacity=8 too long\n"
-        )
-
     def test_it_is_always_one_line(self) -> None:
         line = replies.error("INTERNAL", NASTY)
         assert line == b"ERR INTERNAL a b c d [2Je f g h i j k\n"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Final
 
 from coli_server.protocol.commands import Command
 from coli_server.protocol.errors import ProtocolError
@@ -22,7 +23,7 @@ from coli_server.protocol.options import (
 from coli_server.protocol.verbs import STAT_SECTIONS, Verb, find_verb
 from coli_server.protocol.words import BLANKS, Words, quote
 
-_NO_OPTIONS: Final[Mapping[str, OptionValue]] = MappingProxyType({})
+_BLANK_RUN = re.compile(f"[{BLANKS}]+")
 
 
 def parse(words: Words, payload: bytes | None = None) -> Command:
@@ -32,7 +33,7 @@ def parse(words: Words, payload: bytes | None = None) -> Command:
     carries the request's id when the line names a valid one.
     """
     try:
-        return _parse(words, payload)
+        return replace(_parse(words, payload), size=len(words.line) + len(payload or b""))
     except ProtocolError as error:
         error.id = request_id(words)
         raise
@@ -65,8 +66,7 @@ def _parse(words: Words, payload: bytes | None) -> Command:
 def _words_command(verb: Verb, rest: str, body: str | None) -> Command:
     if body is not None:
         raise ProtocolError("BAD_REQUEST", f"{verb.name} takes no payload")
-    arguments = tuple(rest.replace("\t", " ").split(" ")) if rest else ()
-    arguments = tuple(word for word in arguments if word)
+    arguments = tuple(word for word in _BLANK_RUN.split(rest) if word)
     if not verb.least <= len(arguments) <= verb.most:
         raise ProtocolError("BAD_REQUEST", f"usage: {verb.usage}")
     return Command(verb.name, arguments=_check_arguments(verb, arguments))
@@ -102,7 +102,8 @@ def _stat_arguments(section: str, names: list[str]) -> tuple[str, ...]:
 
 
 def _assignment_command(verb: Verb, rest: str, body: str | None) -> Command:
-    name, value = _cut_word(rest)
+    name, *values = _BLANK_RUN.split(rest, maxsplit=1)
+    value = "".join(values)
     if not name:
         raise ProtocolError("BAD_REQUEST", f"usage: {verb.usage}")
     option = find_option(name)
@@ -193,14 +194,6 @@ def _json_string(word: str) -> str | None:
     except UnicodeEncodeError:
         raise ProtocolError("BAD_UTF8", "half a surrogate pair in a JSON string") from None
     return value
-
-
-def _cut_word(text: str) -> tuple[str, str]:
-    """The first word of `text`, and what follows the blanks after it."""
-    for at, character in enumerate(text):
-        if character in BLANKS:
-            return text[:at], text[at:].lstrip(BLANKS)
-    return text, ""
 
 
 def _utf8(data: bytes, what: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from coli_server.protocol.errors import CODES, CodeInfo, ProtocolError
+from coli_server.protocol.errors import CODES, CodeInfo
 from coli_server.protocol.options import OPTIONS, Option
 from coli_server.protocol.verbs import VERBS, Verb
 
@@ -146,11 +146,6 @@ def error(
     # A message may quote anything: it must not look like one of the words that stand before it.
     words.append(f"refused: {text}" if _KEY_WORD.match(text) else text)
     return _line(" ".join(words))
-
-
-def protocol_error(refused: ProtocolError) -> bytes:
-    """ERR for an error value of this package."""
-    return error(refused.code, refused.message, id=refused.id, details=refused.details)
 
 
 def stat(figures: Iterable[tuple[str, object]]) -> bytes:

@@ -43,12 +43,12 @@ class Verb:
 _TABLE: Final = (
     Verb("PING", "PING", "is the server there?", "PONG"),
     Verb("VERSION", "VERSION", "version of the server and of the protocol", "VERSION <x.y.z> protocol=1"),
-    Verb("HELP", "HELP [verb]", "this list, or one verb with its options", "text lines, then END", most=1),
+    Verb("HELP", "HELP [verb]", "this list, or one verb with its options", "lines of text, END", most=1),
     Verb(
         "STAT",
         "STAT [section]",
         f"figures; sections: {', '.join(STAT_SECTIONS)}; `session` may be followed by an id",
-        "STAT <name> <value> lines, then END",
+        "STAT <name> <value> lines, END",
         most=2,
         aliases=("STATS",),
     ),
@@ -56,7 +56,7 @@ _TABLE: Final = (
         "SESSION",
         "SESSION <id>",
         "attach this connection to the session with this name",
-        "OK session=<id> new=0|1",
+        "OK session=<id> new=<0 or 1>",
         least=1,
         most=1,
     ),
