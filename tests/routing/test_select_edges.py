@@ -53,8 +53,9 @@ def test_the_mass_window_is_the_smallest_prefix_and_never_under_k(p: float, wind
 
 @pytest.mark.parametrize(("p", "window"), [(0.25, 2), (0.5, 4), (0.75, 6)])
 def test_a_prefix_that_holds_exactly_the_share_is_enough(p: float, window: int) -> None:
-    chosen = route(RoutePolicy("max-rank", j=0, p=p), {window - 1, window}, scores=[0.125] * 8, k=1)
-    assert chosen.experts[0].tolist() == [window - 1]
+    policy = RoutePolicy("max-rank", j=0, p=p)
+    assert route(policy, {window - 1}, scores=[0.125] * 8, k=1).experts[0].tolist() == [window - 1]
+    assert route(policy, {window}, scores=[0.125] * 8, k=1).experts[0].tolist() == [0]
 
 
 def test_the_mass_window_leaves_masked_experts_out_of_the_total() -> None:
@@ -89,6 +90,19 @@ def test_a_tie_of_the_prior_goes_to_the_better_original_rank() -> None:
     assert route(policy, {2}, scores=[3.0, 2.0, 1.0], k=2, span=1.0).experts[0].tolist() == [0, 1]
 
 
+def test_a_bonus_that_rounding_swallows_changes_nothing() -> None:
+    policy = RoutePolicy("cache-prior", j=0, lam=1.0)
+    for here in ({0}, {1}):
+        assert route(policy, here, scores=[1.0, 1.0], k=1, span=1e-30).experts[0].tolist() == [0]
+
+
+def test_each_token_has_its_own_span() -> None:
+    scores = np.tile(np.array([3.0, 2.0, 1.0], np.float32), (3, 1))
+    policy = RoutePolicy("cache-prior", j=0, lam=1.0)
+    got = select(scores, scores, np.array([0, 0, 1], np.bool_), 1, policy, span=np.array([1.0, 2.5, 1.5]))
+    assert got.experts.tolist() == [[0], [2], [0]]
+
+
 def test_own_span_leaves_masked_experts_out() -> None:
     policy = RoutePolicy("cache-prior", j=0, lam=1.0)
     logits = floats([3.0, 2.5, 2.0, -50.0])
@@ -100,9 +114,9 @@ def test_own_span_leaves_masked_experts_out() -> None:
 def test_scores_that_rounding_made_equal_do_not_become_swaps() -> None:
     logits = floats([-200.0, -150.0, 0.0])
     scores = [0.0, 0.0, 1.0]
-    for here in ({0, 1, 2}, set()):
-        got = route(RoutePolicy("cache-prior", j=0, lam=1.0), here, scores=scores, k=2, logits=logits)
-        assert got.experts[0].tolist() == [2, 0]
+    for lam, here in ((1.0, {0, 1, 2}), (1.0, set[int]()), (0.0, {1})):
+        policy = RoutePolicy("cache-prior", j=0, lam=lam)
+        assert route(policy, here, scores=scores, k=2, logits=logits).experts[0].tolist() == [2, 0]
 
 
 def test_equal_scores_rank_by_the_lower_id_and_zero_has_no_sign() -> None:
