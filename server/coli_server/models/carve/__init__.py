@@ -1,0 +1,1 @@
+"""The program that makes a recipe: which neurons go where, and the routers. Needs the extra `carve`."""
