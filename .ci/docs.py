@@ -4,11 +4,13 @@ import re
 from pathlib import Path
 
 from coli_server import settings
+from coli_server.protocol import reference
 from coli_server.telemetry import table
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = {
     "docs/STAT.md": ("figures", table.markdown),
+    "docs/PROTOCOL.md": ("reference", reference.markdown),
     "README.md": ("settings", settings.markdown_table),
 }
 

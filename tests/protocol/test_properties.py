@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coli_server.protocol import OPTIONS, VERBS, Command, Event, Framer, Limits, ProtocolError
+from coli_server.protocol import OPTIONS, VERBS, Command, Event, Framer, Limits, ProtocolError, replies
 from coli_server.ranges import Choices, NumberRange, Value
 
 PING = Command("PING")
@@ -88,7 +88,13 @@ def test_only_commands_and_protocol_errors_come_out(data: bytes) -> None:
         assert isinstance(event, Command | ProtocolError)
         if isinstance(event, Command):
             assert event.verb in VERBS
+            assert 0 < event.size <= len(data)
+            # All texts have a UTF-8 form: a tokenizer may rely on it.
             (event.text + "".join(map(str, event.options.values()))).encode()
+        else:
+            line = replies.error(event.code, event.message, id=event.id)
+            assert line.decode()[:-1].isprintable()
+            assert b"refused: " not in line
     assert framer.closed == any(isinstance(event, ProtocolError) and event.close for event in events)
     if framer.closed:
         assert isinstance(events[-1], ProtocolError)

@@ -16,8 +16,8 @@ class Command:
     `verb` is the canonical upper-case name (`STATS` is `STAT`). `options` maps option names to typed values
     (`stop` to a tuple of strings), without `id` and `bytes`; for SET it holds the one option that is set.
     `arguments` are the words of the verbs that take words. `text` is the prompt of GEN or the turn of CHAT,
-    decoded; with `ids=1` it is empty and `token_ids` holds the prompt instead. `size` is the bytes of the line
-    and its payload, for whoever bounds how much may wait; it does not count when commands are compared.
+    decoded; with `ids=1` it is empty and `token_ids` holds the prompt instead. `size` is the bytes of the
+    line and its payload, for whoever bounds how much may wait; it does not count when commands are compared.
     """
 
     verb: str

@@ -63,7 +63,7 @@ CODES: Final[Mapping[ErrorCode, CodeInfo]] = MappingProxyType(
         ),
         "BUSY": CodeInfo("The queue is full; try again after `retry_ms=`."),
         "AUTH": CodeInfo("A token is required and missing or wrong. Closes after three.", "sometimes"),
-        "FORBIDDEN": CodeInfo("The session belongs to another owner."),
+        "FORBIDDEN": CodeInfo("Not for this client: other sessions' figures, for one on another machine."),
         "TOO_MANY_CLIENTS": CodeInfo("The server holds as many connections as it may.", "always"),
         "DRAINING": CodeInfo("The server is going down and takes no new work."),
         "HTTP": CodeInfo(

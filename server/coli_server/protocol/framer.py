@@ -153,7 +153,7 @@ class Framer:
                 return
         words = split(line)
         if words.broken is not None and PAYLOAD_WORD.search(b" " + words.broken):
-            self._refuse_place(words, "bytes= after a malformed option")
+            self._refuse_place(words, "a bytes= behind a string without end")
             return
         match words.values("bytes"):
             case []:
@@ -161,9 +161,9 @@ class Framer:
             case [size] if _SIZE.fullmatch(size):
                 self._start_payload(words, size)
             case [_]:
-                self._refuse_place(words, "bytes= must be decimal digits")
+                self._refuse_place(words, "the length in bytes= must be decimal digits")
             case _:
-                self._refuse_place(words, "bytes= is given twice")
+                self._refuse_place(words, "the option bytes= is given twice")
 
     def _start_payload(self, words: Words, digits: bytes) -> None:
         significant = digits.lstrip(b"0") or b"0"
@@ -212,7 +212,7 @@ class Framer:
         self._first = False
         declared = declares_payload(prefix)
         if declared == "yes":
-            return self._refuse_place(None, "bytes= in a line over the limit")
+            return self._refuse_place(None, "a bytes= in a line over the limit")
         self._tail = prefix[-_OVERLAP:]
         if declared == "no":
             self._refuse_long_line(request_id(split(prefix)))
@@ -226,7 +226,7 @@ class Framer:
         if self._tail is not None:
             window = self._tail + self._buffer[self._start : stop]
             if PAYLOAD_WORD.search(window):
-                return self._refuse_place(None, "bytes= in a line over the limit")
+                return self._refuse_place(None, "a bytes= in a line over the limit")
             self._tail = window[-_OVERLAP:]
         if end < 0:
             self._drop(stop)
@@ -254,7 +254,7 @@ class Framer:
     def _refuse_place(self, words: Words | None, why: str) -> bool:
         """Refuse a line after which nobody can tell for certain where the next command begins."""
         return self._refuse(
-            "BAD_REQUEST", f"{why}: closing", close=True, id=request_id(words) if words else None
+            "BAD_REQUEST", f"{why}; closing", close=True, id=request_id(words) if words else None
         )
 
     def _refuse(
