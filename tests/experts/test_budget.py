@@ -89,6 +89,11 @@ def test_the_slots_fill_the_budget():
     assert result.total_bytes == FIXED + (40 << 20)
 
 
+def test_a_refused_budget_never_reads_like_the_least_that_works():
+    with pytest.raises(ConfigurationError, match=r"--ram=136M is too small.* least that works is --ram=137M"):
+        small_plan(FIXED + (16 << 20) - 1)
+
+
 def test_a_wide_layer_is_priced_at_its_own_width():
     assert (
         small_plan(FIXED + (40 << 20), slot_bytes=[1 << 20, 1 << 20, 1 << 20, 3 << 20]).slots_per_layer == 6

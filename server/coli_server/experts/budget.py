@@ -90,7 +90,7 @@ def plan(
     least = fixed + _cache_bytes(k, slot_bytes, experts)
     if ram < least:
         raise ConfigurationError(
-            f"--ram={format_size(ram)} is too small for this model: the least that works is "
+            f"--ram={ram // MIB}M is too small for this model: the least that works is "
             f"--ram={format_size(least)} ({format_size(fixed)} without experts, and {k} experts a layer)"
         )
     limit = most if experts_per_layer is None else min(experts_per_layer, most)
