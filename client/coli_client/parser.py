@@ -17,6 +17,10 @@ from coli_client.results import Ack, Chunk, Info, Result, Session, StatLine, Sta
 _WORD = re.compile(r"([a-z][a-z0-9_]*)=(\S+)")
 _DECODER = json.JSONDecoder()
 _MAX_QUOTED = 200
+_WHOLE = ("seed", "lookups", "route_swaps", "route_slots")
+_REAL = ("ttft_ms", "tok_s", "hit_pct", "swap_pct", "route_agree", "route_kl")
+_LINE = ("tokens", "tok_s", "hit_pct", "rss_gb", "prompt_tokens", "length_limited")
+_LINE_WORDS = frozenset({"swap_pct", "route_swaps", "route_slots", "route_agree", "route_kl"})
 
 
 def violation(problem: str, line: str) -> ProtocolViolation:
@@ -55,16 +59,16 @@ def chunk(line: str, id: str, rest: str) -> Chunk:
 
 
 def error(line: str) -> ServerError:
-    """`ERR <CODE> [id=<id>] <message>`; the words of the message, as `retry_ms=`, are kept as fields."""
+    """`ERR <CODE> [id=<id>] [name=value ...] <message>`: words before the message become fields."""
     _, _, rest = line.partition(" ")
-    code, _, message = rest.partition(" ")
+    code, _, rest = rest.partition(" ")
     if not code:
         raise violation("ERR without a code", line)
-    first, _, tail = message.partition(" ")
-    id = None
-    if first.startswith("id="):
-        id, message = first[3:], tail
-    return server_error(code, message, id, words(message))
+    fields: dict[str, str] = {}
+    while found := _WORD.match(rest):
+        fields.setdefault(found[1], found[2])
+        rest = rest[found.end() :].lstrip(" ")
+    return server_error(code, rest, fields.pop("id", None), fields)
 
 
 def result(line: str, id: str, rest: str) -> Result:
@@ -85,10 +89,6 @@ def result(line: str, id: str, rest: str) -> Result:
         fields=fields,
         **figures,
     )
-
-
-_WHOLE = ("seed", "lookups", "route_swaps", "route_slots")
-_REAL = ("ttft_ms", "tok_s", "hit_pct", "swap_pct", "route_agree", "route_kl")
 
 
 def expect(word: str) -> Callable[[Sequence[str]], None]:
@@ -147,10 +147,6 @@ def stat_line(lines: Sequence[str]) -> StatLine:
         length_limited=_int(line, fixed, "length_limited") != 0,
         **optional,
     )
-
-
-_LINE = ("tokens", "tok_s", "hit_pct", "rss_gb", "prompt_tokens", "length_limited")
-_LINE_WORDS = frozenset({"swap_pct", "route_swaps", "route_slots", "route_agree", "route_kl"})
 
 
 def _first(lines: Sequence[str], word: str) -> str:

@@ -294,8 +294,8 @@ class _Channel:
 
     def start(self, request: Request) -> Ack:
         """Sends a generation and waits until it is accepted. An interrupted wait cancels it."""
-        self._send(request)
         try:
+            self._send(request)
             event = self.next()
         except BaseException:
             with contextlib.suppress(ColiError):
@@ -352,18 +352,17 @@ class _Channel:
         self.close(error if isinstance(error, ColiError) else ConnectionLost("a command was interrupted"))
 
     def _send(self, command: Command[Any] | Request) -> None:
-        data = self._core.send(command)
         try:
-            self._socket.sendall(data)
-        except TimeoutError:
-            error = Timeout(f"the server took no data for {self._timeout} s")
-            self.close(error)
-            raise error from None
-        except OSError:
-            # The reading side knows why: the server may have said so before it closed.
-            return
-        except BaseException as interruption:
-            self._interrupted(interruption)  # half a command may be under way
+            data = self._core.send(command)
+            try:
+                self._socket.sendall(data)
+            except TimeoutError:
+                raise Timeout(f"the server took no data for {self._timeout} s") from None
+            except OSError:
+                # The reading side knows why: the server may have said so before it closed.
+                pass
+        except BaseException as error:
+            self._interrupted(error)  # half a command may be under way
             raise
 
     def _receive(self) -> None:
@@ -376,7 +375,11 @@ class _Channel:
         except OSError as error:
             self._fail(ConnectionLost(f"the connection broke: {error}"))
         else:
-            self._events.extend(self._core.receive(data) if data else self._core.end())
+            try:
+                self._events.extend(self._core.receive(data) if data else self._core.end())
+            except BaseException as interruption:
+                self._interrupted(interruption)  # some of the data may be lost
+                raise
 
     def _fail(self, error: ColiError) -> None:
         self._events.extend(self._core.close(error))
