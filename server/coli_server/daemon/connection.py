@@ -21,7 +21,7 @@ from coli_server.protocol.replies import with_newline
 
 log = logging.getLogger(__name__)
 
-# Reading stops while commands with so many characters of text wait for their turn. It is not one command
+# Reading stops while commands of so many bytes wait for their turn. It is not one command
 # alone: the end of the input lies behind all of them, and tells that the client may be gone.
 BACKLOG = 256 * 1024
 COMMAND_COST = 256
@@ -239,7 +239,7 @@ class Connection(asyncio.Protocol):
 
 
 def _cost(event: Event) -> int:
-    return COMMAND_COST + (len(event.text) if isinstance(event, Command) else 0)
+    return COMMAND_COST + (event.size if isinstance(event, Command) else 0)
 
 
 def _is_local(transport: asyncio.BaseTransport) -> bool:
