@@ -45,7 +45,7 @@ def done(id: str, event: Finished, *, seed: int, policy: RoutePolicy) -> bytes:
         hit_pct=ratios.hit_pct(counters),
         lookups=counters.lookups,
         routing=routing(counters, policy),
-        mode=policy.mode,
+        mode=policy.mode if policy.active else policy.describe(),
         scope=policy.scope,
     )
     return replies.done(id, summary)

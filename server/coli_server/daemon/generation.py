@@ -97,7 +97,8 @@ class Generation:
         except Exception as error:
             if not isinstance(error, ColiError):
                 log.exception("request %s of session %s failed", self.id, self._session.name)
-            self._send(answers.refusal(error, self.id))
+            # A client that named no id learns of one by ACK only.
+            self._send(answers.refusal(error, self.id if self._ticket else self._command.id))
         finally:
             del self._session.requests[self.id]
             self.settled.set()

@@ -56,15 +56,15 @@ class Ticket:
 
 
 class Scheduler:
-    """Requests that wait or run, and their outcomes.
+    """Requests that wait or run, at most `room` of them, and their outcomes.
 
     Everything here happens on the event loop between two awaits, so at every instant
     `requests_total` = the sum of outcomes + `running` + `waiting`.
     """
 
-    def __init__(self, service: Service, *, queue_length: int, latencies: Latencies) -> None:
+    def __init__(self, service: Service, *, room: int, latencies: Latencies) -> None:
         self._service = service
-        self._queue_length = queue_length
+        self._room = room
         self._latencies = latencies
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, Ticket] = {}
@@ -83,6 +83,11 @@ class Scheduler:
     def running(self) -> int:
         return len(self._running)
 
+    @property
+    def unfinished(self) -> int:
+        """Requests that were accepted and have no outcome yet."""
+        return self.waiting + self.running
+
     def next_key(self) -> int:
         """A key for a request, unique in the process."""
         self._keys += 1
@@ -96,8 +101,8 @@ class Scheduler:
         """Raise ProtocolError BUSY or DRAINING when no request would be accepted now."""
         if self.draining:
             raise ProtocolError("DRAINING", "the server is going down and takes no new work")
-        if len(self._waiting) >= self._queue_length:
-            raise self.busy(f"{self._queue_length} requests are waiting already")
+        if self.unfinished >= self._room:
+            raise self.busy(f"{self.waiting} requests are waiting already")
 
     def busy(self, message: str) -> ProtocolError:
         """The refusal of a request that may be welcome later."""
@@ -192,7 +197,7 @@ class Scheduler:
         self._latencies.request.observe(now - ticket.submitted)
         self._pace.tick(now)
         ticket.ended.set_result(event)
-        if not self._waiting and not self._running:
+        if not self.unfinished:
             self._empty.set()
 
 

@@ -91,7 +91,8 @@ class Daemon:
         sessions = Sessions(
             limit=settings.max_sessions, lifetime=settings.session_seconds, on_end=self._service.drop
         )
-        requests = Scheduler(self._service, queue_length=settings.queue_length, latencies=self._latencies)
+        room = settings.max_running + settings.queue_length
+        requests = Scheduler(self._service, room=room, latencies=self._latencies)
         figures = Figures(
             Identity(engine.name, engine.model_type, self._started),
             settings,
@@ -167,11 +168,13 @@ class Daemon:
         """Take no new work, let what runs finish or end it, say goodbye to every client, stop the engine."""
         requests = self._core.scheduler
         requests.draining = True
-        if not await _within(self._settings.drain_seconds, requests.emptied()):
-            log.warning("ending %d requests after the drain time", requests.running + requests.waiting)
+        await _within(self._settings.drain_seconds, requests.emptied())
+        if requests.unfinished:
+            log.warning("ending %d requests after the drain time", requests.unfinished)
             requests.cancel_all("drained")
-            if not await _within(CANCEL_SECONDS, requests.emptied()):
-                log.error("the engine does not end %d requests", requests.running + requests.waiting)
+            await _within(CANCEL_SECONDS, requests.emptied())
+        if requests.unfinished:
+            log.error("the engine does not end %d requests", requests.unfinished)
         for connection in tuple(self._connections):
             connection.finish()
         # Every connection has deadlines of its own that add up to this.
@@ -181,10 +184,7 @@ class Daemon:
         return 0 if stopped else 1
 
 
-async def _within(seconds: float, work: Coroutine[None, None, object]) -> bool:
-    """Whether `work` was done in time."""
-    try:
+async def _within(seconds: float, work: Coroutine[None, None, object]) -> None:
+    """Wait for `work`, but not for longer."""
+    with suppress(TimeoutError):
         await asyncio.wait_for(work, seconds)
-    except TimeoutError:
-        return False
-    return True
