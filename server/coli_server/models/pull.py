@@ -59,7 +59,7 @@ DEFAULT_MODEL = PinnedModel(
         download_size=92_871_040,
     ),
     recipe=_DATA / "smollm2-135m-moe-1.safetensors",
-    recipe_sha256="",
+    recipe_sha256="302782f6d9068caff4eb7aa688c3545295614c994fd050e499f24cd2db507ede",
     size=273_000_000,
 )
 
@@ -92,23 +92,28 @@ def ensure_default_model(
     progress = progress or Progress.to_stderr()
     cache = cache or cache_folder()
     folder = cache / "models" / model.folder_name
-    if is_complete(folder, verify=verify):
+    if is_complete(folder, model, verify=verify):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder.with_name(f".{folder.name}.lock"), progress):
-            if not is_complete(folder, verify=verify):
+            if not is_complete(folder, model, verify=verify):
                 _make(model, cache, folder, source, progress)
     except OSError as error:
         raise PullError(f"{error.filename or folder}: cannot be written: {error.strerror}") from error
     return folder
 
 
-def is_complete(folder: Path, *, verify: bool = False) -> bool:
-    """Whether `folder` holds every file of its manifest, at its size (and, if asked, with its checksum)."""
+def is_complete(folder: Path, model: PinnedModel, *, verify: bool = False) -> bool:
+    """Whether `folder` is `model` with every file of its manifest, at its size.
+
+    verify: with its checksum too.
+    """
     try:
-        files: dict[str, dict[str, Any]] = json.loads((folder / MANIFEST).read_text())["files"]
-        for name, entry in files.items():
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if manifest["recipe"]["sha256"] != model.recipe_sha256:
+            return False
+        for name, entry in manifest["files"].items():
             path = folder / name
             if path.stat().st_size != entry["size"]:
                 return False
