@@ -177,11 +177,11 @@ def attention(
     """Causal attention of rows of one sequence: softmax(scale * q @ keys.T) @ values, for every query head.
 
     q float32 [tokens, q_heads, dk]; keys float32 [capacity, kv_heads, dk] and values float32 [capacity,
-    kv_heads, dv], contiguous in the last dimension (values may be a view of keys); positions int32 [tokens], the
-    absolute position of every row. Row t sees positions 0..positions[t], with `window` > 0 only the last so
-    many of them, with `allowed` int32 [tokens, n] only those listed there (-1 pads). sinks float32 [q_heads] are
-    one more logit each in the softmax's denominator. out float32 [tokens, q_heads, dv], C-contiguous, made if
-    None.
+    kv_heads, dv], contiguous in the last dimension (values may be a view of keys); positions int32 [tokens],
+    the absolute position of every row. Row t sees positions 0..positions[t], with `window` > 0 only the last
+    so many of them, with `allowed` int32 [tokens, n] only those listed there (-1 pads). sinks float32 [q_heads]
+    are one more logit each in the softmax's denominator. out float32 [tokens, q_heads, dv], C-contiguous, made
+    if None.
 
     Raises ValueError where the shapes do not fit together.
     """

@@ -14,8 +14,8 @@ from coli_server.engine.kernels.tiles import (
     GELU_TANH,
     SILU,
     STACK_8,
-    STACK_48,
-    STACK_384,
+    STACK_16,
+    STACK_96,
     TILE_1X8,
     get_float,
     put_address,
@@ -124,8 +124,8 @@ def _gate_up(tag, x, pair_token, begin, end, slot, layout, scalars, h, row):  # 
     """h[begin:end, row:row + 16] of one expert."""
     d, f = layout[0], layout[1]
     gate, up = slot + layout[2], slot + layout[3]
-    xs, ys, us, ws = STACK_48(), STACK_48(), STACK_48(), STACK_8()
-    gates, ups = STACK_384(), STACK_384()
+    xs, ys, us, ws = STACK_16(), STACK_16(), STACK_16(), STACK_8()
+    gates, ups = STACK_96(), STACK_96()
     width = min(_BLOCK, f - row)
     for first in range(begin, end, ROWS_AT_ONCE):
         pairs = min(ROWS_AT_ONCE, end - first)
@@ -158,7 +158,7 @@ def _down(tag, h, begin, end, slot, layout, y, pair_out, row):  # type: ignore[n
     """y[pair_out[begin:end], row:row + 64] of one expert."""
     d, f = layout[0], layout[1]
     down = slot + layout[4]
-    xs, ys, ws = STACK_48(), STACK_48(), STACK_8()
+    xs, ys, ws = STACK_16(), STACK_16(), STACK_8()
     stop = min(d, row + _DOWN_BLOCK)
     for first in range(begin, end, ROWS_AT_ONCE):
         pairs = min(ROWS_AT_ONCE, end - first)

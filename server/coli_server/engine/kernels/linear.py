@@ -9,7 +9,7 @@ from coli_server.engine.kernels.formats import TAGS
 from coli_server.engine.kernels.runtime import thread_count
 from coli_server.engine.kernels.tiles import (
     STACK_8,
-    STACK_48,
+    STACK_16,
     TILE_1X4,
     TILE_1X8,
     TILE_2X4,
@@ -20,8 +20,11 @@ from coli_server.engine.kernels.tiles import (
 
 Array = np.ndarray[Any, Any]
 
-ROWS_AT_ONCE = 48
-"""Rows of x whose addresses lie in a table on the stack at a time; a multiple of every tile's height."""
+ROWS_AT_ONCE = 12
+"""Rows of x that meet a panel of weights together: two tall tiles, few enough to stay in the first cache."""
+
+_PANEL = 64
+"""Weight rows that meet all rows of x, 12 at a time, before the next: they stay in the second cache."""
 
 SERIAL_WORK = 150_000
 """Multiplications below which starting the second thread costs more than it saves."""
@@ -74,18 +77,20 @@ def _block(tag, x, rows, w, w_stride, k, y, y_stride, start, stop):  # type: ign
     if rows == 1:
         _one_row(tag, x, w, w_stride, k, y, start, stop)
         return
-    xs, ws, ys = STACK_48(), STACK_8(), STACK_48()
-    for first in range(0, rows, ROWS_AT_ONCE):
-        count = min(ROWS_AT_ONCE, rows - first)
-        for i in range(count):
-            put_address(xs, i, x + (first + i) * k * 4)
-        for n in range(start, stop, 4):
-            valid = min(4, stop - n)
-            for j in range(4):
-                put_address(ws, j, w + (n + min(j, valid - 1)) * w_stride)
+    xs, ws, ys = STACK_16(), STACK_8(), STACK_16()
+    for panel in range(start, stop, _PANEL):
+        panel_stop = min(stop, panel + _PANEL)
+        for first in range(0, rows, ROWS_AT_ONCE):
+            count = min(ROWS_AT_ONCE, rows - first)
             for i in range(count):
-                put_address(ys, i, y + (first + i) * y_stride + 4 * n)
-            tiles_of_four(tag, xs, ws, ys, count, k, valid)
+                put_address(xs, i, x + (first + i) * k * 4)
+            for n in range(panel, panel_stop, 4):
+                valid = min(4, stop - n)
+                for j in range(4):
+                    put_address(ws, j, w + (n + min(j, valid - 1)) * w_stride)
+                for i in range(count):
+                    put_address(ys, i, y + (first + i) * y_stride + 4 * n)
+                tiles_of_four(tag, xs, ws, ys, count, k, valid)
 
 
 @njit(nogil=True, cache=True)
