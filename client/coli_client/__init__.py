@@ -30,7 +30,7 @@ from coli_client.errors import (
     TooManyClients,
     TryLater,
 )
-from coli_client.results import Ack, Chunk, Info, Result, Session, StatLine, Stats, Version
+from coli_client.results import Ack, Chunk, Info, Logprob, Result, Session, StatLine, Stats, Version
 from coli_client.sync import Client, Generation
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "DuplicateId",
     "Generation",
     "Info",
+    "Logprob",
     "NotFound",
     "Options",
     "PayloadTooLarge",

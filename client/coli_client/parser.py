@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from coli_client.errors import ProtocolViolation, ServerError, server_error
-from coli_client.results import Ack, Chunk, Info, Result, Session, StatLine, Stats, Version
+from coli_client.results import Ack, Chunk, Info, Logprob, Result, Session, StatLine, Stats, Version
 
-_WORD = re.compile(r"([a-z][a-z0-9_]*)=(\S+)")
+_WORD = re.compile(r"(?<!\S)([a-z][a-z0-9_]*)=(\S+)")
 _DECODER = json.JSONDecoder()
 _MAX_QUOTED = 200
 _WHOLE = ("seed", "lookups", "route_swaps", "route_slots")
@@ -50,11 +51,11 @@ def chunk(line: str, id: str, rest: str) -> Chunk:
     text, end = _json(line, rest, 0)
     if not isinstance(text, str):
         raise violation("TOK must carry a JSON string", line)
-    logprobs = None
+    logprobs: tuple[Logprob, ...] = ()
     while rest[end : end + 1] in (" ", "\t"):
         end += 1
-    if rest[end : end + 1] in ("[", "{"):
-        logprobs, _ = _json(line, rest, end)
+    if rest[end : end + 1] == "[":
+        logprobs = _logprobs(line, _json(line, rest, end)[0])
     return Chunk(id, text, logprobs)
 
 
@@ -173,6 +174,22 @@ def _float(line: str, fields: Mapping[str, str], name: str) -> float:
     if not math.isfinite(number):
         raise violation(f"{name}= must be finite", line)
     return number
+
+
+def _logprobs(line: str, values: Any) -> tuple[Logprob, ...]:
+    try:
+        return tuple(_logprob(value, value.get("top", ())) for value in values)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        raise violation("malformed log-probabilities", line) from None
+
+
+def _logprob(value: Any, top: Any = ()) -> Logprob:
+    return Logprob(
+        operator.index(value["id"]),
+        str(value["text"]),
+        float(value["logprob"]),
+        tuple(_logprob(candidate) for candidate in top),
+    )
 
 
 def _json(line: str, text: str, start: int) -> tuple[Any, int]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-__all__ = ["Ack", "Chunk", "Info", "Result", "Session", "StatLine", "Stats", "Version"]
+__all__ = ["Ack", "Chunk", "Info", "Logprob", "Result", "Session", "StatLine", "Stats", "Version"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +26,25 @@ class Info:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token: its id, its text and its natural log-probability. `top` holds the likeliest in its place."""
+
+    id: int
+    text: str
+    logprob: float
+    top: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """A piece of generated text, complete characters only; `str(chunk)` is the text.
 
-    `logprobs` is the decoded JSON that the server adds when the request asked for it, else `None`.
+    `logprobs` has one entry for each token of the piece when the request asked for them.
     """
 
     id: str
     text: str
-    logprobs: Any = None
+    logprobs: tuple[Logprob, ...] = ()
 
     def __str__(self) -> str:
         return self.text

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coli_client import commands, errors
 from coli_client.connection import Closed, Connection, Done, Event, Failed, Reply
-from coli_client.results import Ack, Chunk, Info, Session, StatLine, Version
+from coli_client.results import Ack, Chunk, Info, Logprob, Session, StatLine, Version
 from coli_client.transcript import Transcript
 
 FIGURES = (
@@ -76,13 +76,14 @@ def test_unknown_words_are_ignored_and_kept() -> None:
     events = connection.receive(
         b"ACK 1 prompt_tokens=1 session=s place=4\n"
         b'TOK 1 "a" new=1\n'
-        b"DONE 1 finish=stop tokens=1 prompt_tokens=1 seed=0 moon=full\n"
+        b"DONE 1 finish=stop tokens=1 prompt_tokens=1 seed=0 moon=full a.seed=7\n"
     )
     assert events[:2] == [Ack("1", 1, "s"), Chunk("1", "a")]
     done = events[2]
     assert isinstance(done, Done)
     assert done.result.fields["moon"] == "full"
     assert done.result.ttft_ms is None
+    assert done.result.seed == 0
 
 
 def test_info_is_ignored_wherever_it_stands() -> None:
@@ -93,7 +94,10 @@ def test_info_is_ignored_wherever_it_stands() -> None:
 
 def test_logprobs_are_the_second_word_of_a_chunk() -> None:
     connection = running("1")
-    assert connection.receive(b'TOK 1 "a b" [{"logprob":-0.5}]\n') == [Chunk("1", "a b", [{"logprob": -0.5}])]
+    best = b'{"id":3,"text":"a","logprob":-0.5},{"id":9,"text":"\\n","logprob":-1}'
+    line = b'TOK 1 "a b" [{"id":3,"text":"a","logprob":-0.5,"top":[%b]},{"id":4,"text":" b","logprob":-2}]\n'
+    first = Logprob(3, "a", -0.5, (Logprob(3, "a", -0.5), Logprob(9, "\n", -1.0)))
+    assert connection.receive(line % best) == [Chunk("1", "a b", (first, Logprob(4, " b", -2.0)))]
 
 
 def test_generations_interleave_with_each_other_and_with_commands() -> None:
@@ -265,6 +269,11 @@ def test_a_cancellation_that_finds_nothing_does_not_end_the_generation() -> None
         b'TOK 1 "x" ' + b"[" * 100_000,
         b'TOK 1 "x" [' + b"9" * 5000 + b"]",
         b"DONE 2 finish=stop tokens=1 prompt_tokens=1",
+        b'TOK 1 "x" [3]',
+        b'TOK 1 "x" [{}]',
+        b'TOK 1 "x" [{"id":"3","text":"a","logprob":-1}]',
+        b'TOK 1 "x" [{"id":3,"text":"a","logprob":null}]',
+        b'TOK 1 "x" [{"id":3,"text":"a","logprob":-1,"top":3}]',
         b"DONE 1",
         b"DONE 1 finish=stop tokens=1",
         b"DONE 1 finish=stop tokens=-1 prompt_tokens=1",
