@@ -10,7 +10,7 @@ from typing import Self, TypeVar, Unpack, cast
 
 from coli_client import commands
 from coli_client.commands import Command, Options, Request
-from coli_client.defaults import CONNECT_TIMEOUT, HOST, PORT, TIMEOUT, IdSource
+from coli_client.defaults import CONNECT_TIMEOUT, HOST, PORT, TIMEOUT, Address, IdSource
 from coli_client.errors import ConnectionLost, Timeout
 from coli_client.link import Link, Stream
 from coli_client.results import Ack, Chunk, Info, Result, Session, StatLine, Stats, Version
@@ -23,10 +23,11 @@ T = TypeVar("T")
 class AsyncClient:
     """A connection to a Coli server for one event loop.
 
-    Connect with `async with` or `await connect()`. Generations run side by side on it (the server has a
-    limit a connection); other commands are answered in order. `timeout` is how many seconds the server may
-    stay silent while it owes an answer; `None` waits for ever. After a `Timeout` or a `ConnectionLost` the
-    connection is closed and stays so until `connect()`: a silent reconnect would go on in another session.
+    `host` may be `unix:PATH`. Connect with `async with` or `await connect()`. Generations run side by side
+    (the server has a limit a connection); other commands are answered in order. `timeout` is how many
+    seconds the server may stay silent while it owes an answer; `None` waits for ever. After a `Timeout` or
+    a `ConnectionLost` the connection is closed and stays so until `connect()`: a silent reconnect would go
+    on in another session.
 
     When the task that awaits a generation is cancelled, so is the request on the server.
     """
@@ -39,8 +40,7 @@ class AsyncClient:
         timeout: float | None = TIMEOUT,
         connect_timeout: float | None = CONNECT_TIMEOUT,
     ) -> None:
-        self._host = host
-        self._port = port
+        self._address = Address(host, port)
         self._timeout = timeout
         self._connect_timeout = connect_timeout
         self._link: Link | None = None
@@ -50,16 +50,21 @@ class AsyncClient:
         """Connects; does nothing when connected. Raises `ConnectionLost` or `Timeout`."""
         if self._link is not None and self._link.error is None:
             return
-        where = f"{self._host}:{self._port}"
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout):
-                _, link = await loop.create_connection(lambda: Link(self._timeout), self._host, self._port)
+                self._link = await self._open()
         except TimeoutError:
-            raise Timeout(f"no connection to {where} within {self._connect_timeout} s") from None
+            raise Timeout(f"no connection to {self._address} within {self._connect_timeout} s") from None
         except OSError as error:
-            raise ConnectionLost(f"cannot connect to {where}: {error}") from error
-        self._link = link
+            raise ConnectionLost(f"cannot connect to {self._address}: {error}") from error
+
+    async def _open(self) -> Link:
+        loop, address = asyncio.get_running_loop(), self._address
+        if address.path is not None:
+            _, link = await loop.create_unix_connection(lambda: Link(self._timeout), address.path)
+        else:
+            _, link = await loop.create_connection(lambda: Link(self._timeout), address.host, address.port)
+        return link
 
     async def close(self) -> None:
         """Ends the connection; what runs on it is cancelled by the server. Safe to call twice."""

@@ -81,6 +81,12 @@ class Connection:
         """Why the connection is closed; `None` while it is not."""
         return self._error
 
+    def closed(self) -> ConnectionLost:
+        """The error for using a connection after its end, which names why it ended."""
+        error = ConnectionLost(f"the connection is closed ({self._error}); connect() makes a new one")
+        error.__cause__ = self._error
+        return error
+
     def owes(self, id: str) -> bool:
         """True while lines of the generation `id` may still come."""
         waiting = self._waiting
@@ -94,7 +100,7 @@ class Connection:
     def send(self, command: Command[Any] | Request) -> bytes:
         """The bytes to send for `command`. Needs `idle`; `ValueError` when its id is running already."""
         if self._error is not None:
-            raise ConnectionLost(f"the connection is closed ({self._error})") from self._error
+            raise self.closed()
         if self._waiting is not None:
             raise RuntimeError("a command is waiting for its answer")
         if isinstance(command, Request) and command.id in self._running:

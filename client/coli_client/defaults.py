@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from dataclasses import dataclass
 
 HOST = "127.0.0.1"
 PORT = 7311
 TIMEOUT = 60.0
 """Seconds of silence while an answer is due. A server sends news of a waiting request every 2 s."""
 CONNECT_TIMEOUT = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens: TCP `host` and `port`, or `unix:PATH` as the host (the port is not used)."""
+
+    host: str
+    port: int
+
+    @property
+    def path(self) -> str | None:
+        """The path of the Unix socket; `None` for TCP."""
+        return self.host.removeprefix("unix:") if self.host.startswith("unix:") else None
+
+    def __str__(self) -> str:
+        return self.host if self.path is not None else f"{self.host}:{self.port}"
 
 
 class IdSource:

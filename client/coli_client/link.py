@@ -182,7 +182,7 @@ class Link(asyncio.Protocol):
 
     def _enqueue(self, entry: Call | Stream) -> None:
         if self._core.error is not None:
-            raise ConnectionLost(f"the connection is closed ({self._core.error})") from self._core.error
+            raise self._core.closed()
         self._queue.append(entry)
         self._pump()
 

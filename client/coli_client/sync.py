@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar, Unpack, cast
 from coli_client import commands
 from coli_client.commands import Command, Options, Request
 from coli_client.connection import Closed, Connection, Done, Event, Failed, Reply
-from coli_client.defaults import CONNECT_TIMEOUT, HOST, PORT, TIMEOUT, IdSource
+from coli_client.defaults import CONNECT_TIMEOUT, HOST, PORT, TIMEOUT, Address, IdSource
 from coli_client.errors import ClientInUse, ColiError, ConnectionLost, Timeout
 from coli_client.results import Ack, Chunk, Info, Result, Session, StatLine, Stats, Version
 from coli_client.transcript import Transcript
@@ -30,10 +30,10 @@ T = TypeVar("T")
 class Client:
     """A connection to a Coli server for one thread.
 
-    Connects at the first command, at `connect()` or on entering a `with` block. `timeout` is how many seconds
-    the server may stay silent while it owes an answer (it sends news of a waiting request every two
-    seconds); `None` waits for ever. After a `Timeout` or a `ConnectionLost` the connection is closed and
-    stays so until `connect()`: a silent reconnect would go on in another session.
+    `host` may be `unix:PATH`. Connects at the first command, at `connect()` or on entering a `with` block.
+    `timeout` is how many seconds the server may stay silent while it owes an answer (it sends news of a
+    waiting request every two seconds); `None` waits for ever. After a `Timeout` or a `ConnectionLost` the
+    connection is closed and stays so until `connect()`: a silent reconnect would go on in another session.
 
     While a generation runs, any other command raises `ClientInUse`. A generation that nobody holds any more
     is cancelled first.
@@ -47,7 +47,7 @@ class Client:
         timeout: float | None = TIMEOUT,
         connect_timeout: float | None = CONNECT_TIMEOUT,
     ) -> None:
-        self._address = (host, port)
+        self._address = Address(host, port)
         self._timeout = timeout
         self._connect_timeout = connect_timeout
         self._channel: _Channel | None = None
@@ -264,15 +264,13 @@ class _Channel:
         self.running: str | None = None
 
     @classmethod
-    def open(cls, address: tuple[str, int], timeout: float | None, connect_timeout: float | None) -> _Channel:
-        where = f"{address[0]}:{address[1]}"
+    def open(cls, address: Address, timeout: float | None, connect_timeout: float | None) -> _Channel:
         try:
-            sock = socket.create_connection(address, connect_timeout)
+            sock = _connected(address, connect_timeout)
         except TimeoutError:
-            raise Timeout(f"no connection to {where} within {connect_timeout} s") from None
+            raise Timeout(f"no connection to {address} within {connect_timeout} s") from None
         except OSError as error:
-            raise ConnectionLost(f"cannot connect to {where}: {error}") from error
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            raise ConnectionLost(f"cannot connect to {address}: {error}") from error
         sock.settimeout(timeout)
         return cls(sock, timeout)
 
@@ -367,7 +365,7 @@ class _Channel:
 
     def _receive(self) -> None:
         if self._core.error is not None:
-            raise ConnectionLost(f"the connection is closed ({self._core.error})") from self._core.error
+            raise self._core.closed()
         try:
             data = self._socket.recv(_READ_SIZE)
         except TimeoutError:
@@ -383,3 +381,18 @@ class _Channel:
 
     def _fail(self, error: ColiError) -> None:
         self._events.extend(self._core.close(error))
+
+
+def _connected(address: Address, timeout: float | None) -> socket.socket:
+    if address.path is None:
+        sock = socket.create_connection((address.host, address.port), timeout)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(timeout)
+        sock.connect(address.path)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -94,6 +94,8 @@ Serve = Callable[..., int]
 def serve() -> Iterator[Serve]:
     """`serve(script, ...) -> port`: the first connection gets the first script, and so on.
 
+    With `path=` it listens on a Unix socket there.
+
     A script that fails, or that the client leaves waiting, fails the test.
     """
     failures: list[BaseException] = []
@@ -112,15 +114,17 @@ def serve() -> Iterator[Serve]:
         except BaseException as error:
             failures.append(error)
 
-    def start(*scripts: Script) -> int:
-        listener = socket.create_server(("127.0.0.1", 0))
+    def start(*scripts: Script, path: str | None = None) -> int:
+        if path is None:
+            listener = socket.create_server(("127.0.0.1", 0))
+        else:
+            listener = socket.create_server(path, family=socket.AF_UNIX)
         listener.settimeout(5)
         listeners.append(listener)
         thread = threading.Thread(target=run, args=(listener, scripts), daemon=True)
         threads.append(thread)
         thread.start()
-        port: int = listener.getsockname()[1]
-        return port
+        return 0 if path is not None else int(listener.getsockname()[1])
 
     yield start
     for thread in threads:

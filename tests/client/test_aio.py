@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -476,6 +477,15 @@ async def test_something_else_listens_there(serve: Any) -> None:
     async with AsyncClient(port=serve(script)) as client:
         with pytest.raises(ProtocolViolation, match=r"HTTP/1\.1 400"):
             await client.ping()
+
+
+async def test_a_unix_socket(serve: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "coli")
+    with pytest.raises(ConnectionLost, match=f"cannot connect to unix:{path}: "):
+        await AsyncClient(f"unix:{path}").connect()
+    serve(lambda peer: (ping(peer), closing(peer)), path=path)
+    async with AsyncClient(f"unix:{path}") as client:
+        await client.ping()
 
 
 async def test_nobody_listens_there() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -328,7 +329,7 @@ def test_after_a_timeout_no_old_reply_meets_a_new_command(serve: Any) -> None:
     client = Client(port=serve(slow, ping), timeout=0.3)
     with pytest.raises(Timeout, match=r"silent for 0\.3 s"):
         client.version()
-    with pytest.raises(ConnectionLost, match=r"closed.*silent"):
+    with pytest.raises(ConnectionLost, match=r"closed.*silent.*connect\(\)"):
         client.ping()
     client.connect()
     client.ping()
@@ -414,6 +415,15 @@ def test_half_lines_make_whole_replies(serve: Any) -> None:
 
     with Client(port=serve(script)) as client:
         assert client.generate("x").wait().text == "é"
+
+
+def test_a_unix_socket(serve: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "coli")
+    with pytest.raises(ConnectionLost, match=f"cannot connect to unix:{path}: "):
+        Client(f"unix:{path}").connect()
+    serve(lambda peer: (ping(peer), closing(peer)), path=path)
+    with Client(f"unix:{path}") as client:
+        client.ping()
 
 
 def test_nobody_listens_there() -> None:
