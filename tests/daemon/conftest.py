@@ -6,9 +6,11 @@ import asyncio
 import signal
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,14 @@ class Running:
 
 
 Serve = Callable[..., Awaitable[Running]]
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Every loop that a daemon may run on: they differ in how connections end."""
+    factories = {"asyncio": asyncio.new_event_loop}
+    if find_spec("uvloop"):
+        factories["uvloop"] = import_module("uvloop").new_event_loop
+    return factories
 
 
 @pytest.fixture

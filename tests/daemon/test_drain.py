@@ -38,7 +38,7 @@ async def test_after_the_drain_time_what_runs_or_waits_is_ended_as_drained(serve
     running = await serve(drain_seconds=0.1, max_running=1)
     client = await running.connect()
     client.send("GEN id=a max=60000 Hello", "GEN id=b max=60000 Hello")
-    await client.until("TOK a")
+    await client.until("ACK b")
     running.signal()
     done = [line for line in await client.rest() if line.startswith("DONE")]
     assert [line.split()[:3] for line in done] == [

@@ -18,7 +18,7 @@ def test_an_anonymous_session_ends_with_its_connection_and_its_number_is_not_use
     sessions = make(ended)
     first = sessions.open_anonymous(0.0)
     sessions.detach(first, 1.0)
-    assert ended == ["~1"]
+    assert ended == ["~1/1"]
     assert sessions.open_anonymous(2.0).name == "~2"
 
 
@@ -45,7 +45,7 @@ def test_a_named_session_ends_after_its_lifetime_unless_somebody_is_attached() -
     sessions.sweep(10.9)
     assert ended == []
     sessions.sweep(11.0)
-    assert ended == ["left"]
+    assert ended == ["left/1"]
     assert sessions.get("kept") is not None
 
 
@@ -55,7 +55,7 @@ def test_over_the_limit_the_longest_idle_session_makes_room() -> None:
     for name, moment in (("old", 1.0), ("new", 2.0)):
         sessions.detach(sessions.attach(name, 0.0)[0], moment)
     sessions.attach("third", 3.0)
-    assert ended == ["old"]
+    assert ended == ["old/1"]
 
 
 def test_when_all_sessions_are_in_use_a_new_one_is_refused_and_anonymous_ones_are_not() -> None:

@@ -171,7 +171,7 @@ def _total(snapshot: EngineSnapshot) -> Counters:
 
 
 def _of_session(snapshot: EngineSnapshot, session: Session) -> Counters:
-    return snapshot.sessions.get(session.name, Counters()) + session.outcomes
+    return snapshot.sessions.get(session.key, Counters()) + session.outcomes
 
 
 def _without_unfinished(counters: Counters) -> Counters:

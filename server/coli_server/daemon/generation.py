@@ -128,7 +128,7 @@ class Generation:
         options = self._options
         return GenerationRequest(
             key=self._scheduler.next_key(),
-            session=self._session.name,
+            session=self._session.key,
             kind=self._kind,
             prompt=prompt,
             max_tokens=min(options["max"], self._prompts.capacity - len(prompt)),

@@ -133,7 +133,7 @@ class Scheduler:
 
     def forget(self, session: Session) -> None:
         """Let the engine forget what it remembers of a session's texts."""
-        self._service.forget(session.name)
+        self._service.forget(session.key)
 
     def place(self, ticket: Ticket) -> int | None:
         """The place in the queue, from 1; None once the request has left it."""

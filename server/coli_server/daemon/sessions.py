@@ -29,12 +29,14 @@ _RETRY = {"retry_ms": 10_000}
 class Session:
     """One client's state. Only the event loop touches it.
 
+    `key` is its name for the engine: unlike `name` it never comes back after the session has ended.
     `options` holds what SET changed; `requests` the unfinished GENs and CHATs by their ids; `outcomes` the
     half of the session's counters that the loop owns, `window` what they all were at the last `STAT reset`.
     `turn` lets CHATs of one session run in order.
     """
 
     name: str
+    key: str
     last_use: float
     options: dict[str, Any] = field(default_factory=dict)
     dialogue: list[Message] = field(default_factory=list)
@@ -72,7 +74,7 @@ class Sessions:
     """All sessions of the daemon by name. Always: figures of all = `closed` + the sum over the living ones.
 
     At most `limit` named sessions are kept; the one idle for longest makes room for a new one. A named
-    session ends `lifetime` seconds after its last use (0 = never). `on_end` hears the name of each
+    session ends `lifetime` seconds after its last use (0 = never). `on_end` hears the key of each
     session that ended.
     """
 
@@ -134,15 +136,15 @@ class Sessions:
                 self._end(session)
 
     def _open(self, name: str, now: float) -> Session:
-        session = Session(name, last_use=now, connections=1)
-        self._living[name] = session
         self.total += 1
+        session = Session(name, f"{name}/{self.total}", last_use=now, connections=1)
+        self._living[name] = session
         return session
 
     def _end(self, session: Session) -> None:
         del self._living[session.name]
         self.closed.add(session.outcomes)
-        self._on_end(session.name)
+        self._on_end(session.key)
 
     def _make_room(self) -> None:
         named = [session for session in self if not session.anonymous]
