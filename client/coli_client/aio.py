@@ -44,15 +44,15 @@ class AsyncClient:
         self._timeout = timeout
         self._connect_timeout = connect_timeout
         self._link: Link | None = None
+        self._connecting = asyncio.Lock()
         self._ids = IdSource()
 
     async def connect(self) -> None:
         """Connects; does nothing when connected. Raises `ConnectionLost` or `Timeout`."""
-        if self._link is not None and self._link.error is None:
-            return
         try:
-            async with asyncio.timeout(self._connect_timeout):
-                self._link = await self._open()
+            async with self._connecting, asyncio.timeout(self._connect_timeout):
+                if self._link is None or self._link.error is not None:
+                    self._link = await self._open()
         except TimeoutError:
             raise Timeout(f"no connection to {self._address} within {self._connect_timeout} s") from None
         except OSError as error:

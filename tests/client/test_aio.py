@@ -135,6 +135,28 @@ async def test_generations_run_side_by_side_and_never_mix(serve: Any) -> None:
         assert (await b).text == "b1b2"
 
 
+async def test_generations_are_awaitables_like_any_other(serve: Any) -> None:
+    def script(peer: Any) -> None:
+        for _ in range(3):
+            id = peer.accept()
+            peer.send(b'TOK %b "a"\n' % id)
+            peer.done(id)
+        closing(peer)
+
+    async with AsyncClient(port=serve(script)) as client:
+        first, second = await asyncio.gather(client.generate("x"), client.generate("y"))
+        third = await asyncio.wait_for(client.generate("z"), 5)
+        assert [result.text for result in (first, second, third)] == ["a", "a", "a"]
+
+
+async def test_connecting_twice_makes_one_connection(serve: Any) -> None:
+    client = AsyncClient(port=serve(lambda peer: (ping(peer), closing(peer))))
+    await asyncio.gather(client.connect(), client.connect())
+    await client.ping()
+    await client.connect()
+    await client.close()
+
+
 async def test_commands_are_answered_each_with_its_own(serve: Any) -> None:
     def script(peer: Any) -> None:
         for _ in range(20):
