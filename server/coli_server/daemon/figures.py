@@ -140,6 +140,9 @@ class Figures:
             "cache_capacity_bytes": snapshot.cache_capacity_bytes,
             "pinned_experts": snapshot.pinned_experts,
             "kv_bytes": snapshot.kv_bytes,
+            "route_distinct_min": snapshot.layer_use.distinct_experts_min,
+            "route_distinct_median": snapshot.layer_use.distinct_experts_median,
+            "route_swap_run_max": snapshot.layer_use.longest_swap_run,
             **self._quantiles(),
         }
 

@@ -1,0 +1,30 @@
+"""`coli bench <what>`: measurements. One module of `coli_server.bench` each; nothing else is imported."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+
+from coli_server.errors import ConfigurationError
+
+BENCHES: Mapping[str, str] = {
+    "route": "what choosing experts costs, beside a decoded token",
+}
+
+
+def main(words: Sequence[str]) -> int:
+    """Run one measurement; its own `--help` explains it."""
+    name = words[0] if words else "--help"
+    if name in ("-h", "--help"):
+        print("usage: coli bench <what> [options]\n")
+        for bench, help in BENCHES.items():
+            print(f"  {bench:<8} {help}")
+        print("\ncoli bench <what> --help explains one of them.")
+        return 0
+    if name not in BENCHES:
+        raise ConfigurationError(f"unknown measurement {name!r}; there are {', '.join(BENCHES)}")
+    module = importlib.import_module(f"coli_server.bench.{name}")
+    status = int(module.main(words[1:]))
+    sys.stdout.flush()
+    return status
