@@ -22,14 +22,14 @@ def test_with_routing_everything_is_shown() -> None:
 
 
 def test_with_stock_routing_the_line_says_so() -> None:
-    stock = result(mode="off", swap_pct=0.0, route_swaps=0, route_slots=0, route_agree=None, route_kl=None)
+    stock = result(mode="stock", swap_pct=0.0, route_swaps=0, route_slots=0, route_agree=None, route_kl=None)
     assert (
         footer(stock, Hits(lru=10)) == "32 tok | 28.31 tok/s | hit 81.2% (pin 0.0 + lru 81.2) | stock routing"
     )
 
 
 def test_with_stock_routing_and_meters_on_what_they_measured_is_shown() -> None:
-    metered = result(mode="off", swap_pct=0.0, route_swaps=0, route_agree=100.0, route_kl=0.0)
+    metered = result(mode="stock", swap_pct=0.0, route_swaps=0, route_agree=100.0, route_kl=0.0)
     assert footer(metered, Hits()).endswith("| swap 0.0% (0/7440) | route_agree 100.0% | route_kl 0.0000")
 
 

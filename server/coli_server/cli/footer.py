@@ -38,7 +38,7 @@ def footer(result: Result, hits: Hits) -> str:
         f"{result.tok_s or 0.0:.2f} tok/s",
         f"hit {hit:.1f}% (pin {pin:.1f} + lru {hit - pin:.1f})",
     ]
-    if result.mode == "off" and result.route_agree is None:
+    if result.mode == "stock" and result.route_agree is None:
         return " | ".join([*parts, "stock routing"])
     parts.append(f"swap {result.swap_pct or 0.0:.1f}% ({result.route_swaps or 0}/{result.route_slots or 0})")
     if result.route_agree is not None:

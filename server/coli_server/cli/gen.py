@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from coli_server.cli.answer import answered
 from coli_server.cli.arguments import add_request_arguments, make_parser, request_options
 from coli_server.cli.attach import add_daemon_arguments, attached
+from coli_server.ranges import FLAG
+from coli_server.settings import SETTINGS
+
+_SWITCHES = frozenset(setting.flag for setting in SETTINGS.values() if setting.accepts is FLAG)
 
 
 def main(words: Sequence[str]) -> int:
@@ -15,7 +19,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("prompt", help="the text; - reads it from standard input, without its last line end")
     add_request_arguments(parser)
     add_daemon_arguments(parser)
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(_spelled_out(words))
     options = request_options(arguments)
     prompt = sys.stdin.read().removesuffix("\n") if arguments.prompt == "-" else arguments.prompt
     with attached(arguments) as client:
@@ -23,3 +27,12 @@ def main(words: Sequence[str]) -> int:
     print()
     print(figures, file=sys.stderr)
     return 130 if result.finish == "cancelled" else 0
+
+
+def _spelled_out(words: Sequence[str]) -> list[str]:
+    """A switch without a value must not take the prompt after it for its value: write `=1` behind it."""
+    following = [*words[1:], None]
+    return [
+        f"{word}=1" if word in _SWITCHES and after not in FLAG.words else word
+        for word, after in zip(words, following, strict=True)
+    ]
