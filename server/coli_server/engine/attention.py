@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from coli_server.engine import kernels
 from coli_server.engine.families.common import TensorNames
+from coli_server.engine.latent import LatentBlock
 from coli_server.engine.spec import Attention, GroupedQueryAttention
 from coli_server.engine.step import Step
 from coli_server.engine.weights import Matrix, Weights
-from coli_server.errors import ModelError
 
 F32 = NDArray[np.float32]
 Angles = tuple[F32, F32]  # cosines and sines, each [rows, rotary dim / 2]
@@ -32,7 +32,7 @@ def load_attention(
     """Read the attention of `layer` that `spec` describes."""
     if isinstance(spec, GroupedQueryAttention):
         return GqaBlock.load(weights, names, spec, layer, hidden, eps)
-    raise ModelError(f"layer {layer}: no attention of this kind")
+    return LatentBlock.load(weights, names, spec, layer, hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +96,15 @@ class GqaBlock:
         """
         spec, rows = self.spec, len(x)
         qkv = self.qkv(x)
-        if spec.clip is not None:
-            np.clip(qkv, -spec.clip, spec.clip, out=qkv)
         size, split = spec.head_dim, spec.heads * spec.head_dim
         q = self._heads(qkv[:, :split], spec.heads, self.norm.q if self.norm else None)
         k = self._heads(
             qkv[:, split : split + spec.kv_heads * size], spec.kv_heads, self.norm.k if self.norm else None
         )
         v = qkv[:, split + spec.kv_heads * size :].reshape(rows, spec.kv_heads, size)
+        if spec.clip is not None:
+            for part in (q, k, v):
+                np.clip(part, -spec.clip, spec.clip, out=part)
         if angles is not None:
             interleaved = spec.rope is not None and spec.rope.interleaved
             kernels.rope(q, *angles, interleaved)

@@ -155,6 +155,8 @@ class Step:
         self.mass = np.zeros(self.rows, np.float64)
         self.slots = np.zeros(self.rows, np.int64)
         self.layers = 0
+        # Positions that sparse attention may see, per span: what the last full indexer selected.
+        self.selected: list[I32 | None] = [None] * len(self.spans)
         self.found = np.zeros((self.rows, 3), np.int64)  # lookups that were absent, in the LRU, pinned
         self.loads = np.zeros((self.rows, 2), np.int64)  # physical reads and their bytes
 

@@ -7,7 +7,18 @@ from importlib import import_module
 from coli_server.engine.config import Config
 from coli_server.engine.families.common import Family
 
-MODEL_TYPES = ("glm4_moe", "olmoe")
+MODEL_TYPES = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm_moe_dsa",
+    "granitemoe",
+    "mixtral",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 
 
 def family_of(config: Config) -> Family:

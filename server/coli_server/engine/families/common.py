@@ -9,6 +9,10 @@ from coli_server.engine.config import Config
 from coli_server.engine.spec import Activation, ModelSpec, NormSpec
 
 
+MAX_LAYERS = 1024
+MAX_EXPERTS = 1 << 14
+
+
 @dataclass(frozen=True, slots=True)
 class SeparateExperts:
     """Each expert has tensors of its own: gate and up [width, hidden], down [hidden, width]."""
@@ -16,6 +20,15 @@ class SeparateExperts:
     gate: str = "mlp.experts.{expert}.gate_proj.weight"
     up: str = "mlp.experts.{expert}.up_proj.weight"
     down: str = "mlp.experts.{expert}.down_proj.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class FusedExperts:
+    """All experts of a layer in two tensors: [experts, 2 * width, hidden], whose rows are those of gate and
+    then those of up, and [experts, hidden, width]."""
+
+    gate_up: str
+    down: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +48,13 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"
+    q_a: str = "self_attn.q_a_proj"
+    q_a_norm: str = "self_attn.q_a_layernorm"
+    q_b: str = "self_attn.q_b_proj"
+    kv_a: str = "self_attn.kv_a_proj_with_mqa"
+    kv_a_norm: str = "self_attn.kv_a_layernorm"
+    kv_b: str = "self_attn.kv_b_proj"
+    indexer: str = "self_attn.indexer."
     dense: tuple[str, str, str] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     shared: tuple[str, str, str] = (
         "mlp.shared_experts.gate_proj",
@@ -44,7 +64,7 @@ class TensorNames:
     shared_gate: str = "mlp.shared_expert_gate"
     router: str = "mlp.gate"
     correction_bias: str = "mlp.gate.e_score_correction_bias"
-    experts: SeparateExperts = SeparateExperts()
+    experts: SeparateExperts | FusedExperts = SeparateExperts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +72,26 @@ class Family:
     """One model family: how its `config.json` reads, and what its tensors are called.
 
     `ignored` are regular expressions of tensor names that a checkpoint may hold and inference does not
-    need; any other tensor that nobody asks for is refused.
+    need; any other tensor that nobody asks for is refused. `irrelevant` are keys of its `config.json` that
+    cannot change what a trained model answers, beside those of `config.IRRELEVANT`.
     """
 
     model_type: str
     read: Callable[[Config], ModelSpec]
     names: TensorNames = field(default_factory=TensorNames)
     ignored: tuple[str, ...] = ()
+    irrelevant: frozenset[str] = frozenset()
+
+
+MIXTRAL_NAMES = TensorNames(
+    router="block_sparse_moe.gate",
+    experts=SeparateExperts(
+        gate="block_sparse_moe.experts.{expert}.w1.weight",
+        up="block_sparse_moe.experts.{expert}.w3.weight",
+        down="block_sparse_moe.experts.{expert}.w2.weight",
+    ),
+)
+"""The names that Mixtral introduced; others took them over."""
 
 
 def rms_norm(config: Config, default: float = 1e-6) -> NormSpec:
@@ -87,6 +120,20 @@ def kv_heads(config: Config, heads: int) -> int:
     if heads % count:
         raise config.error("num_key_value_heads", f"a divisor of num_attention_heads={heads}")
     return count
+
+
+def expert_count(config: Config, *keys: str) -> int:
+    """The number of routed experts of a layer, under the first of `keys` that is there; all must agree."""
+    given = [key for key in keys if config.has(key)] or list(keys[:1])
+    count = config.integer(given[0], high=MAX_EXPERTS)
+    for key in given[1:]:
+        config.choice(key, (count,))
+    return count
+
+
+def layer_count(config: Config) -> int:
+    """`num_hidden_layers`."""
+    return config.integer("num_hidden_layers", high=MAX_LAYERS)
 
 
 def experts_per_token(config: Config, experts: int) -> int:

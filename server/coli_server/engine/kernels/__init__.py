@@ -18,7 +18,7 @@ from coli_server.engine.kernels.experts import (  # noqa: E402
     experts_ffn,
 )
 from coli_server.engine.kernels.formats import ITEM_BYTES, Kind  # noqa: E402
-from coli_server.engine.kernels.linear import linear  # noqa: E402
+from coli_server.engine.kernels.linear import linear, linear_heads  # noqa: E402
 from coli_server.engine.kernels.norms import combine, layer_norm, rms_norm, silu_mul  # noqa: E402
 from coli_server.engine.kernels.rotary import rope  # noqa: E402
 from coli_server.engine.kernels.warming import warm  # noqa: E402
@@ -35,6 +35,7 @@ __all__ = [
     "experts_ffn",
     "layer_norm",
     "linear",
+    "linear_heads",
     "rms_norm",
     "rope",
     "setup",
