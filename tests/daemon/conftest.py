@@ -134,10 +134,10 @@ async def serve(endless_model: Path) -> AsyncIterator[Serve]:
     """Starts daemons, with any settings as keywords."""
     all_running: list[Running] = []
 
-    async def start(model: Path = endless_model, **changes: Any) -> Running:
+    async def start(model: Path = endless_model, slots: int = 6, **changes: Any) -> Running:
         settings = replace(Settings(listen=Address("127.0.0.1", 0), drain_seconds=0.0), **changes)
         open_engine = partial(
-            Engine.open, model, experts_per_layer=6, context=settings.context, threads=1, warm=False
+            Engine.open, model, experts_per_layer=slots, context=settings.context, threads=1, warm=False
         )
         make_service = partial(EngineService, open_engine, max_running=settings.max_running)
         sockets = listening.bind(settings)

@@ -337,6 +337,7 @@ class EngineService:
         self._snapshot = EngineSnapshot(
             sessions=self._session_counters(),
             closed=self._closed.copy(),
+            load_errors=cache.counters.load_errors,
             load_seconds=cache.counters.load_seconds,
             wait_seconds=cache.counters.wait_seconds,
             evictions=cache.counters.evictions,
@@ -367,8 +368,8 @@ class EngineService:
         return published
 
     def _read_layer_use(self, engine: Engine) -> LayerUse:
-        """Read at most four times a second: it costs more than a counter."""
+        """Read when work ends and at most four times a second before: it costs more than a counter."""
         now = time.monotonic()
-        if now - self._layer_use[0] >= 0.25:
+        if not self._running or now - self._layer_use[0] >= 0.25:
             self._layer_use = (now, engine.model.use.read())
         return self._layer_use[1]
