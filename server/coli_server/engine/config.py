@@ -155,10 +155,10 @@ class Config:
             raise self.error(key, "a token id or a list of token ids")
         return tuple(cast("list[int]", ids))
 
-    def finish(self) -> None:
-        """Refuse the first key that was neither read nor is known to be irrelevant to inference."""
+    def finish(self, irrelevant: frozenset[str] = IRRELEVANT) -> None:
+        """Refuse the first key that was neither read nor is in `irrelevant`; a null says nothing."""
         for key, value in self._values.items():
-            if key not in self._read and key not in IRRELEVANT and value is not None:
+            if key not in self._read and key not in irrelevant and value is not None:
                 raise ConfigError(
                     f"{self._where}: {key}={json.dumps(value)[:200]} is not understood for this model_type; "
                     "a key that is not understood is refused, because ignoring it could change the output"

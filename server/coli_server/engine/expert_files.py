@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coli_server.engine.families.common import TensorNames
+from coli_server.engine.families.common import FusedExperts, SeparateExperts, TensorNames
 from coli_server.engine.kernels import (
     ACTIVATION_CLAMPED_SWIGLU,
     ACTIVATION_SILU,
@@ -15,7 +15,7 @@ from coli_server.engine.kernels import (
 from coli_server.engine.spec import Activation, ModelSpec, MoeMlp
 from coli_server.engine.weights import KINDS, Weights
 from coli_server.errors import ModelError
-from coli_server.experts import ExpertLayout, ExpertSource, LayerExperts
+from coli_server.experts import ExpertLayout, ExpertSource, LayerExperts, TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,31 +30,59 @@ def routed_experts(weights: Weights, names: TensorNames, spec: ModelSpec, layer:
     """Find the routed experts of `layer`. Raises CheckpointError for a missing or misshapen tensor."""
     mlp = spec.layers[layer].mlp
     assert isinstance(mlp, MoeMlp)
-    prefix = names.layer.format(layer=layer)
-    up, down = (mlp.width, spec.hidden), (spec.hidden, mlp.width)
-    patterns = {"gate": names.experts.gate, "up": names.experts.up, "down": names.experts.down}
-    shapes = {"gate": up, "up": up, "down": down}
-    sources, dtypes = [], set()
-    for expert in range(mlp.experts):
-        infos = {
-            part: weights.info(prefix + pattern.format(expert=expert), *shapes[part])
-            for part, pattern in patterns.items()
-        }
-        dtypes |= {info.dtype for info in infos.values()}
-        sources.append(ExpertSource({part: info.whole() for part, info in infos.items()}))
+    pieces = _fused if isinstance(names.experts, FusedExperts) else _separate
+    parts, dtypes = pieces(weights, names, spec, mlp, names.layer.format(layer=layer))
     if len(dtypes) != 1:
         raise ModelError(
             f"{weights.index.folder}: the experts of layer {layer} are stored in several types "
             f"({', '.join(sorted(dtypes))}); one type for all is needed"
         )
     kind = KINDS[dtypes.pop()]
-    nbytes = mlp.width * spec.hidden * ITEM_BYTES[kind]
-    layout = ExpertLayout.plain({"gate": nbytes, "up": nbytes, "down": nbytes})
-    offsets = tuple(layout.parts[part].offset for part in ("gate", "up", "down"))
+    layout = ExpertLayout.plain({name: piece.nbytes for name, piece in parts[0].items()})
+    starts = {name: part.offset for name, part in layout.parts.items()}
+    if "gate_up" in starts:
+        starts["gate"] = starts["gate_up"]
+        starts["up"] = starts["gate_up"] + mlp.width * spec.hidden * ITEM_BYTES[kind]
     return RoutedExperts(
-        LayerExperts(layer, layout, tuple(sources)),
-        expert_shape(kind, spec.hidden, mlp.width, mlp.activation, (offsets[0], offsets[1], offsets[2])),
+        LayerExperts(layer, layout, tuple(ExpertSource(part) for part in parts)),
+        expert_shape(
+            kind, spec.hidden, mlp.width, mlp.activation, (starts["gate"], starts["up"], starts["down"])
+        ),
     )
+
+
+Pieces = list[dict[str, TensorSlice]]  # of every expert, by name
+
+
+def _separate(
+    weights: Weights, names: TensorNames, spec: ModelSpec, mlp: MoeMlp, prefix: str
+) -> tuple[Pieces, set[str]]:
+    """Experts with tensors of their own, and the types in which these are stored."""
+    assert isinstance(names.experts, SeparateExperts)
+    up, down = (mlp.width, spec.hidden), (spec.hidden, mlp.width)
+    patterns = {"gate": names.experts.gate, "up": names.experts.up, "down": names.experts.down}
+    shapes = {"gate": up, "up": up, "down": down}
+    parts: Pieces = []
+    dtypes: set[str] = set()
+    for expert in range(mlp.experts):
+        infos = {
+            part: weights.info(prefix + pattern.format(expert=expert), *shapes[part])
+            for part, pattern in patterns.items()
+        }
+        dtypes |= {info.dtype for info in infos.values()}
+        parts.append({part: info.whole() for part, info in infos.items()})
+    return parts, dtypes
+
+
+def _fused(
+    weights: Weights, names: TensorNames, spec: ModelSpec, mlp: MoeMlp, prefix: str
+) -> tuple[Pieces, set[str]]:
+    """Experts that are rows of two tensors, and the types in which these are stored."""
+    assert isinstance(names.experts, FusedExperts)
+    gate_up = weights.info(prefix + names.experts.gate_up, mlp.experts, 2 * mlp.width, spec.hidden)
+    down = weights.info(prefix + names.experts.down, mlp.experts, spec.hidden, mlp.width)
+    parts = [{"gate_up": gate_up.row(expert), "down": down.row(expert)} for expert in range(mlp.experts)]
+    return parts, {gate_up.dtype, down.dtype}
 
 
 def expert_shape(

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coli_server.engine.attention import AttentionBlock, load_attention
-from coli_server.engine.config import Config, ConfigError
+from coli_server.engine.config import IRRELEVANT, Config, ConfigError
 from coli_server.engine.expert_files import RoutedExperts, routed_experts
 from coli_server.engine.families import family_of
 from coli_server.engine.families.common import Family, TensorNames
@@ -45,7 +45,7 @@ class Checkpoint:
         family = family_of(config)
         spec = family.read(config)
         end_ids = _end_ids(folder, config)
-        config.finish()
+        config.finish(IRRELEVANT | family.irrelevant)
         if not spec.moe_layers:
             raise ConfigError(f"{folder}: no layer of this model has routed experts")
         weights = Weights(CheckpointIndex.open(folder))

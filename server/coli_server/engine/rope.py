@@ -24,11 +24,11 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
 _OPTIONAL: dict[str, tuple[str, ...]] = {
-    "dynamic": ("original_max_position_embeddings",),
+    "llama3": ("original_max_position_embeddings",),
     "yarn": (
         "original_max_position_embeddings",
         "attention_factor",
@@ -38,62 +38,93 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
         "mscale_all_dim",
         "truncate",
     ),
-    "longrope": (
-        "original_max_position_embeddings",
-        "attention_factor",
-        "factor",
-        "short_mscale",
-        "long_mscale",
-    ),
+    "longrope": ("original_max_position_embeddings", "attention_factor", "factor"),
 }
 _ALIASES = {"su": "longrope"}
 
 
 def read_rope(
-    config: Config, head_dim: int, *, context_length: int, theta: float = 10000.0, interleaved: bool = False
+    config: Config,
+    head_dim: int,
+    *,
+    context_length: int,
+    theta: float = 10000.0,
+    partial: float | None = None,
+    interleaved: bool = False,
 ) -> RopeSpec:
     """The rope of `config`, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`.
 
-    `theta` is the family's default base. Raises ConfigError for an unknown type or parameter.
+    `context_length` is `max_position_embeddings`, `theta` the family's default base, `partial` its default
+    share of rotated dimensions (None: a family that always rotates whole heads). Raises ConfigError for an
+    unknown type or parameter.
     """
-    section = config.section("rope_parameters") or config.section("rope_scaling") or Config({})
+    section = _section(config)
     if section.has("rope_theta"):
         config.raw("rope_theta")
         base = section.positive("rope_theta")
     else:
         base = config.positive("rope_theta", theta)
-    if section.has("partial_rotary_factor"):
-        config.raw("partial_rotary_factor")
-        share = section.number("partial_rotary_factor", low=0.0, high=1.0)
-    else:
-        share = config.number("partial_rotary_factor", 1.0, low=0.0, high=1.0)
-    dim = int(head_dim * share)
-    if dim < 2 or dim % 2:
-        raise config.error(
-            "partial_rotary_factor", f"a share of head_dim={head_dim} that is even and above 0"
-        )
+    dim = _rotary_dim(section, config, head_dim, partial)
     section.raw("type")
     kind = str(section.raw("rope_type") or section.raw("type") or "default")
     kind = _ALIASES.get(kind, kind)
     if kind not in _REQUIRED:
         raise section.error("rope_type", ", ".join(_REQUIRED))
-    scaling = _read_scaling(section, kind, dim // 2, config)
-    section.finish()
+    scaling = _read_scaling(section, kind, dim // 2)
+    _read_trained_length(section, config, kind, context_length, scaling)
+    section.finish(frozenset())
     return RopeSpec(dim, base, kind, interleaved, scaling, context_length)
 
 
-def _read_scaling(section: Config, kind: str, pairs: int, config: Config) -> dict[str, object]:
+def _rotary_dim(section: Config, config: Config, head_dim: int, default: float | None) -> int:
+    config.raw("partial_rotary_factor")
+    where = section if section.has("partial_rotary_factor") else config
+    if default is None:
+        where.choice("partial_rotary_factor", (1.0, 1), 1.0)
+    share = where.number("partial_rotary_factor", default or 1.0, low=0.0, high=1.0)
+    dim = int(head_dim * share)
+    if dim < 2 or dim % 2:
+        raise where.error("partial_rotary_factor", f"an even share of head_dim={head_dim}, above 0")
+    return dim
+
+
+def _section(config: Config) -> Config:
+    """`rope_parameters` or the older `rope_scaling`; a folder that has both must say the same twice."""
+    new, old = config.raw("rope_parameters"), config.raw("rope_scaling")
+    if new is not None and old is not None and new != old:
+        raise config.error("rope_scaling", "null, or the same as rope_parameters")
+    return config.section("rope_parameters" if new is not None else "rope_scaling") or Config({})
+
+
+def _read_scaling(section: Config, kind: str, pairs: int) -> dict[str, object]:
     scaling: dict[str, object] = {}
     for key in _REQUIRED[kind] + _OPTIONAL.get(kind, ()):
-        if not section.has(key) and key == "original_max_position_embeddings" and config.has(key):
-            scaling[key] = config.integer(key)
-        elif key in ("short_factor", "long_factor"):
+        if key in ("short_factor", "long_factor"):
             scaling[key] = _factors(section, key, pairs)
         elif key == "truncate":
             scaling[key] = section.flag(key, True)
         elif section.has(key) or key in _REQUIRED[kind]:
             scaling[key] = section.positive(key)
     return scaling
+
+
+def _read_trained_length(
+    section: Config, config: Config, kind: str, context_length: int, scaling: dict[str, object]
+) -> None:
+    """`original_max_position_embeddings`: some families have it beside the section, and there it goes first.
+
+    `dynamic` scaling begins at `max_position_embeddings`, and `linear` knows no such length.
+    """
+    key = "original_max_position_embeddings"
+    where = config if config.has(key) else section
+    config.raw(key)
+    section.raw(key)
+    if not where.has(key):
+        return
+    if "original_max_position_embeddings" in _OPTIONAL.get(kind, ()):
+        scaling[key] = where.integer(key, low=2)
+    elif kind == "dynamic":
+        where.choice(key, (context_length,))
 
 
 def _factors(section: Config, key: str, pairs: int) -> tuple[float, ...]:
@@ -109,9 +140,16 @@ def _factors(section: Config, key: str, pairs: int) -> tuple[float, ...]:
 
 def length_threshold(spec: RopeSpec) -> int | None:
     """Sequence length beyond which angles depend on the length itself; None for types where they never do."""
-    if spec.type in ("dynamic", "longrope"):
-        return int(_number(spec.scaling, "original_max_position_embeddings", spec.context_length))
-    return None
+    return _trained_length(spec) if spec.type in ("dynamic", "longrope") else None
+
+
+def longest_context(spec: RopeSpec) -> int:
+    """The longest sequence that the model is made for: some scalings stretch the length it was trained on."""
+    if spec.type == "dynamic":
+        return int(spec.context_length * _number(spec.scaling, "factor"))
+    if spec.type == "yarn":
+        return max(spec.context_length, int(_trained_length(spec) * _number(spec.scaling, "factor")))
+    return spec.context_length
 
 
 def angles(spec: RopeSpec, positions: NDArray[np.int32], lengths: NDArray[np.int32]) -> tuple[F32, F32]:
@@ -161,9 +199,13 @@ def _number(scaling: Mapping[str, object], key: str, default: float | None = Non
     return float(value)
 
 
+def _trained_length(spec: RopeSpec) -> int:
+    """Tokens that the model saw in training before its context was extended."""
+    return int(_number(spec.scaling, "original_max_position_embeddings", spec.context_length))
+
+
 def _dynamic(spec: RopeSpec, length: int, exponents: NDArray[np.float64]) -> NDArray[np.float64]:
-    trained = _number(spec.scaling, "original_max_position_embeddings", spec.context_length)
-    factor = _number(spec.scaling, "factor")
+    trained, factor = spec.context_length, _number(spec.scaling, "factor")
     stretch = factor * max(length, trained) / trained - (factor - 1.0)
     theta = spec.theta * stretch ** (spec.dim / (spec.dim - 2)) if spec.dim > 2 else spec.theta
     return cast("NDArray[np.float64]", 1.0 / theta**exponents)
@@ -177,7 +219,7 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 def _yarn(spec: RopeSpec, plain: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
     scaling = spec.scaling
     factor = _number(scaling, "factor")
-    trained = _number(scaling, "original_max_position_embeddings", spec.context_length)
+    trained = _trained_length(spec)
 
     def rotations_dim(rotations: float) -> float:
         return spec.dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
@@ -202,7 +244,7 @@ def _yarn(spec: RopeSpec, plain: NDArray[np.float64]) -> tuple[NDArray[np.float6
 def _llama3(spec: RopeSpec, plain: NDArray[np.float64]) -> NDArray[np.float64]:
     factor = _number(spec.scaling, "factor")
     low, high = _number(spec.scaling, "low_freq_factor"), _number(spec.scaling, "high_freq_factor")
-    trained = _number(spec.scaling, "original_max_position_embeddings")
+    trained = _trained_length(spec)
     wavelength = 2 * math.pi / plain
     smooth = np.clip((trained / wavelength - low) / (high - low), 0.0, 1.0)
     return (1.0 - smooth) * plain / factor + smooth * plain
@@ -210,7 +252,7 @@ def _llama3(spec: RopeSpec, plain: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _longrope(spec: RopeSpec, length: int, plain: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
     scaling = spec.scaling
-    trained = _number(scaling, "original_max_position_embeddings", spec.context_length)
+    trained = _trained_length(spec)
     long = length > trained
     stretch = np.asarray(scaling["long_factor" if long else "short_factor"], np.float64)
     mscale = scaling.get("long_mscale" if long else "short_mscale")

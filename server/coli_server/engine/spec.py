@@ -46,7 +46,7 @@ class GroupedQueryAttention:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["none", "head", "full"] = "none"
-    clip: float | None = None  # q, k and v are clipped to [-clip, clip]
+    clip: float | None = None  # normalised q and k, and v are clipped to [-clip, clip]
     window: int = 0  # a position sees the last `window` ones, itself included; 0 = all
     sinks: bool = False
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from coli_server.engine.config import Config
 from coli_server.engine.spec import Activation, ModelSpec, NormSpec
 
-
 MAX_LAYERS = 1024
 MAX_EXPERTS = 1 << 14
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from coli_server.engine.config import Config
 from coli_server.engine.families.common import (
     Family,
+    expert_count,
     experts_per_token,
     head_dim,
     kv_heads,
+    layer_count,
     rms_norm,
     silu,
 )
-from coli_server.engine.rope import read_rope
+from coli_server.engine.rope import longest_context, read_rope
 from coli_server.engine.spec import (
     DenseMlp,
     GroupedQueryAttention,
@@ -26,17 +28,21 @@ from coli_server.engine.spec import (
 def read(config: Config) -> ModelSpec:
     """Sigmoid router with correction bias and groups, a shared expert, leading dense layers."""
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    context, experts = config.integer("max_position_embeddings"), config.integer("n_routed_experts")
-    layers = config.integer("num_hidden_layers", high=1024)
+    context, experts = (
+        config.integer("max_position_embeddings"),
+        expert_count(config, "n_routed_experts", "num_local_experts"),
+    )
+    layers = layer_count(config)
     size = head_dim(config, hidden, heads)
     activation = silu(config)
     width = config.integer("moe_intermediate_size")
     shared = config.integer("n_shared_experts", 1, low=0)
+    rope = read_rope(config, size, context_length=context, partial=0.5)
     attention = GroupedQueryAttention(
         heads=heads,
         kv_heads=kv_heads(config, heads),
         head_dim=size,
-        rope=read_rope(config, size, context_length=context),
+        rope=rope,
         scale=size**-0.5,
         qkv_bias=config.flag("attention_bias", False),
         qk_norm="head" if config.flag("use_qk_norm", False) else "none",
@@ -55,7 +61,7 @@ def read(config: Config) -> ModelSpec:
         model_type="glm4_moe",
         hidden=hidden,
         vocab=config.integer("vocab_size"),
-        context_length=context,
+        context_length=longest_context(rope),
         layers=tuple(LayerSpec(attention, moe if i >= first_moe else dense) for i in range(layers)),
         norm=rms_norm(config, 1e-5),
         tied_embeddings=config.flag("tie_word_embeddings", False),
