@@ -1,13 +1,12 @@
-"""Small checkpoints on disk and a reader that fails on command, shared by the tests of the expert store."""
+"""Small checkpoints on disk and caches over them, shared by the tests of the expert store."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import struct
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +18,8 @@ from coli_server.experts import (
     ExpertLayout,
     ExpertSource,
     LayerExperts,
-    PreadReader,
 )
+from support.faults import FaultReader
 
 Tensors = Mapping[str, tuple[str, Sequence[int], bytes]]
 
@@ -38,40 +37,6 @@ def write_shard(file: Path, tensors: Tensors) -> Path:
     raw = json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(raw)) + raw + b"".join(data for _, _, data in tensors.values()))
     return file
-
-
-@dataclass
-class FaultReader:
-    """The real reader, which stops short, fails or waits where a test says so, and keeps a log.
-
-    `fail` maps a place (file name, absolute offset) to the error of every read that covers it. `longest`
-    bounds a read in bytes. Reads wait while `gate` is not set.
-    """
-
-    inner: PreadReader = field(default_factory=PreadReader)
-    fail: dict[tuple[str, int], Exception] = field(default_factory=dict)
-    longest: int | None = None
-    gate: threading.Event = field(default_factory=threading.Event)
-    log: list[tuple[str, int, int]] = field(default_factory=list)
-    closed: bool = False
-
-    def __post_init__(self) -> None:
-        self.gate.set()
-
-    def preadv(self, file: Path, buffers: Sequence[memoryview], offset: int) -> int:
-        self.gate.wait()
-        size = sum(len(view) for view in buffers)
-        self.log.append((file.name, offset, size))
-        for (name, place), error in list(self.fail.items()):
-            if name == file.name and offset <= place < offset + size:
-                raise error
-        if self.longest is not None:
-            buffers = [buffers[0][: self.longest]]
-        return self.inner.preadv(file, buffers, offset)
-
-    def close(self) -> None:
-        self.closed = True
-        self.inner.close()
 
 
 @dataclass

@@ -16,7 +16,7 @@ cache_route s route_mode s route_j s route_m s route_p s route_alpha s route_lam
 route_capacity s route_prefill s pilot
 route_slots s route_swaps s swap_pct s route_agree s route_kl s route_mass_kept s
 lookups s hits_pin s hits_lru s misses s hit_pct s prefill_lookups s prefill_hits_pin s prefill_hits_lru s
-prefill_misses s loads s load_bytes s load_seconds wait_seconds evictions
+prefill_misses s loads s load_bytes s load_errors load_seconds wait_seconds evictions
 prefetch_issued prefetch_used prefetch_late prefetch_wasted prefetch_failed prefetch_in_flight
 cache_slots_per_layer cache_bytes cache_capacity_bytes pinned_experts
 kv_bytes rss_bytes protocol_errors_total slow_readers_total bytes_in_total bytes_out_total

@@ -132,6 +132,7 @@ class Figures:
             "pilot": False,
             **dict.fromkeys(_PREFETCH, 0),
             **{item.name: getattr(self._meters, item.name) for item in fields(self._meters)},
+            "load_errors": snapshot.load_errors,
             "load_seconds": snapshot.load_seconds,
             "wait_seconds": snapshot.wait_seconds,
             "evictions": snapshot.evictions,

@@ -134,6 +134,7 @@ class EngineSnapshot:
 
     sessions: Mapping[str, Counters] = field(default_factory=dict)
     closed: Counters = field(default_factory=Counters)
+    load_errors: int = 0
     load_seconds: float = 0.0
     wait_seconds: float = 0.0
     evictions: int = 0

@@ -21,7 +21,7 @@ from coli_server.engine.step import RouteState, Sequence, Span, Step
 from coli_server.engine.text import Text
 from coli_server.engine.warm import warm as warm_kernels
 from coli_server.errors import ConfigurationError, ModelError
-from coli_server.experts import ExpertCache, parse_size
+from coli_server.experts import ExpertCache, Reader, parse_size
 from coli_server.routing import RoutePolicy
 
 F32 = NDArray[np.float32]
@@ -41,6 +41,7 @@ class Engine:
         memory: MemoryPlan,
         policy: RoutePolicy,
         end_ids: frozenset[int],
+        reader: Reader | None = None,
     ) -> None:
         self.folder = checkpoint.folder
         self.spec = checkpoint.spec
@@ -51,6 +52,7 @@ class Engine:
             [experts.files for experts in checkpoint.experts],
             memory.slots_per_layer,
             experts_per_token=self.spec.moe.k,
+            reader=reader,
         )
         self.model = Model(checkpoint, self.cache)
         self.kinds = checkpoint.weights.kinds
@@ -67,12 +69,14 @@ class Engine:
         context: int | None = None,
         threads: int | None = None,
         warm: bool = True,
+        reader: Reader | None = None,
     ) -> Engine:
         """Load the Hugging Face folder `path`.
 
         `ram` is the memory of the whole process, in bytes or as `2G`; `experts_per_layer` limits the expert
         slots further; `context` is the longest sequence (default: as much as the model and the memory
         allow); `threads` run the kernels. `warm` compiles every kernel now instead of at first use.
+        `reader` reads the experts' files in place of plain preadv(2) and is closed with the engine.
 
         Raises ModelError for a folder that is broken or not understood, ConfigurationError for a setting
         that cannot work; both name the culprit.
@@ -88,7 +92,7 @@ class Engine:
             context,
             PREFILL_CHUNK,
         )
-        engine = cls(checkpoint, text, memory, policy, end_ids)
+        engine = cls(checkpoint, text, memory, policy, end_ids, reader)
         if warm:
             engine.warm()
         return engine
@@ -156,7 +160,7 @@ class Engine:
     def step(self, spans: Seq[Span]) -> F32:
         """Compute `spans` together; logits float32 [wanted rows, vocab], in span order.
 
-        All or nothing: after an error every sequence is as it was before.
+        All or nothing: after an error every sequence is as it was before, but for the reads counted.
         """
         step = Step(spans)
         routes = [span.sequence.route for span in spans]
@@ -167,6 +171,7 @@ class Engine:
         except BaseException:
             for span, route in zip(spans, routes, strict=True):
                 span.sequence.route = route
+            step.attribute_loads()
             raise
         step.finish()
         return logits

@@ -173,13 +173,16 @@ class MoeBlock:
         tally(self.cache.state(self.layer), chosen, step.found)
         order, starts, wanted = group_pairs(chosen, self.spec.experts)
         outputs = workspace.take("expert_outputs", (rows * k, x.shape[1]))
-        with self.cache.stream(self.layer, wanted) as stream:
+        stream = self.cache.stream(self.layer, wanted)
+        try:
             for lease in stream:
                 group_start, tokens, pairs = take_groups(order, starts, lease.experts, k)
                 kernels.experts_ffn(
                     x, tokens, group_start, lease.addresses, self.shape,
                     workspace.take("ffn_hidden", (len(pairs), self.shape.f)), outputs, pairs,
                 )  # fmt: skip
-        for expert, nbytes in self.cache.last_loads:
-            step.loads[order[starts[expert]] // k] += (1, nbytes)
+        finally:  # what was read was read, also when something else could not be
+            stream.close()
+            for expert, nbytes in stream.loads:
+                step.loads[order[starts[expert]] // k] += (1, nbytes)
         return outputs

@@ -197,6 +197,17 @@ class Step:
             self._fold(span, rows)
             stock = not span.policy.active
             span.sequence.kv.append(span.ids, stock=stock)
+        self.attribute_loads()
+
+    def attribute_loads(self) -> None:
+        """Add the physical reads to the counters of the sequences that caused them.
+
+        `finish` does it; of a step that failed nothing else is counted, but its reads took place.
+        """
+        for i, span in enumerate(self.spans):
+            loads, nbytes = (int(n) for n in self.loads[self.first[i] : self.first[i + 1]].sum(axis=0))
+            span.sequence.counters.loads += loads
+            span.sequence.counters.load_bytes += nbytes
 
     def _fold(self, span: Span, rows: slice) -> None:
         counters = span.sequence.counters
@@ -217,6 +228,3 @@ class Step:
             counters.prefill_hits_pin += pinned
             counters.prefill_hits_lru += lru
             counters.prefill_misses += absent
-        loads, nbytes = (int(n) for n in self.loads[rows].sum(axis=0))
-        counters.loads += loads
-        counters.load_bytes += nbytes

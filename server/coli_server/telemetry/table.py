@@ -127,7 +127,9 @@ FIGURES: tuple[Figure, ...] = (
     _ratio(_R, "route_agree", "%", "100 - swap_pct; left out when ROUTE_AGREE=0"),
     _ratio(_R, "route_kl", "nats", "mean divergence from the stock weights; left out when ROUTE_AGREE=0"),
     _ratio(_R, "route_mass_kept", "", "mean share of the stock gate mass; left out when ROUTE_AGREE=0"),
-    _gauge(_R, "route_distinct_min", "distinct experts used in the last 1,000 decoded tokens, scarcest layer"),
+    _gauge(
+        _R, "route_distinct_min", "distinct experts used in the last 1,000 decoded tokens, scarcest layer"
+    ),
     _gauge(_R, "route_distinct_median", "the same, median of the layers: few are starvation"),
     _gauge(_R, "route_swap_run_max", "tokens in a row with one expert as a substitute, longest: lock-in"),
     _own(_C, "lookups", "experts asked for by routed tokens", "experts"),
@@ -141,6 +143,7 @@ FIGURES: tuple[Figure, ...] = (
     _own(_C, "prefill_misses", "the same for prompt tokens: not in memory", "experts"),
     _own(_C, "loads", "experts read from disk", "experts"),
     _own(_C, "load_bytes", "bytes read from disk for experts", "bytes"),
+    _counter(_C, "load_errors", "experts that could not be read", "experts"),
     _counter(_C, "load_seconds", "time that readers spent reading, summed", "s"),
     _counter(_C, "wait_seconds", "time that the engine waited for an expert", "s"),
     _counter(_C, "evictions", "experts dropped to make room", "experts"),
