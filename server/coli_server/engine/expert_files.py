@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coli_server.engine.families.common import FusedExperts, SeparateExperts, TensorNames
+from coli_server.engine.families.common import FusedExperts, PackedExperts, SeparateExperts, TensorNames
 from coli_server.engine.kernels import (
     ACTIVATION_CLAMPED_SWIGLU,
     ACTIVATION_SILU,
@@ -12,6 +12,7 @@ from coli_server.engine.kernels import (
     ExpertShape,
     Kind,
 )
+from coli_server.engine.packed_experts import packed_layer, packed_shape
 from coli_server.engine.spec import Activation, ModelSpec, MoeMlp
 from coli_server.engine.weights import KINDS, Weights
 from coli_server.errors import ModelError
@@ -30,6 +31,8 @@ def routed_experts(weights: Weights, names: TensorNames, spec: ModelSpec, layer:
     """Find the routed experts of `layer`. Raises CheckpointError for a missing or misshapen tensor."""
     mlp = spec.layers[layer].mlp
     assert isinstance(mlp, MoeMlp)
+    if isinstance(names.experts, PackedExperts):
+        return _packed(weights, names.experts, spec, mlp, layer, names.layer.format(layer=layer))
     pieces = _fused if isinstance(names.experts, FusedExperts) else _separate
     parts, dtypes = pieces(weights, names, spec, mlp, names.layer.format(layer=layer))
     if len(dtypes) != 1:
@@ -83,6 +86,21 @@ def _fused(
     down = weights.info(prefix + names.experts.down, mlp.experts, spec.hidden, mlp.width)
     parts = [{"gate_up": gate_up.row(expert), "down": down.row(expert)} for expert in range(mlp.experts)]
     return parts, {gate_up.dtype, down.dtype}
+
+
+def _packed(
+    weights: Weights, names: PackedExperts, spec: ModelSpec, mlp: MoeMlp, layer: int, prefix: str
+) -> RoutedExperts:
+    """Experts that are unpacked as they are read."""
+    packed = packed_layer(
+        weights, prefix + names.gate_up, prefix + names.down, mlp.experts, spec.hidden, mlp.width,
+        mxfp4=mlp.mxfp4,
+    )  # fmt: skip
+    activation = mlp.activation
+    shape = packed_shape(
+        packed, spec.hidden, mlp.width, ACTIVATIONS[activation.kind], activation.alpha, activation.limit
+    )
+    return RoutedExperts(LayerExperts(layer, packed.layout, packed.sources), shape)
 
 
 def expert_shape(

@@ -1,13 +1,14 @@
 """Multi-head latent attention (arXiv:2405.04434) in its absorbed form.
 
-What is cached of a token is its normalised latent and one rotated key that all heads share. The matrices that
-would expand the latent into every head's key and value are applied to the query and to the mixed latents
-instead, so keys and values are never formed: attention has one key/value head, whose value is a part of its key.
+What is cached of a token is its normalised latent and one rotated key that all heads share. The matrices
+that would expand the latent into every head's key and value are applied to the query and to the mixed latents
+instead, so keys and values are never formed: attention has one key/value head, whose value is part of its key.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from coli_server.engine.step import Step
 from coli_server.engine.weights import Matrix, Weights
 
 F32 = NDArray[np.float32]
+Stored = NDArray[Any]  # bfloat16 or float16 bits in uint16, or float32
 Angles = tuple[F32, F32]  # cosines and sines, each [rows, rotary dim / 2]
 
 
@@ -41,8 +43,8 @@ class LatentBlock:
     q: Matrix
     kv_a: Matrix
     kv_norm: Norm
-    absorb_key: NDArray[np.uint16] | F32
-    absorb_value: NDArray[np.uint16] | F32
+    absorb_key: Stored
+    absorb_value: Stored
     kind: Kind
     out: Matrix
     indexer: SparseIndexer | None
@@ -129,15 +131,11 @@ class LatentBlock:
         return np.ascontiguousarray(values.transpose(1, 0, 2)).reshape(len(mixed), -1)
 
 
-def _absorbed(
-    weights: Weights, name: str, spec: LatentAttention
-) -> tuple[NDArray[np.uint16] | F32, NDArray[np.uint16] | F32, Kind]:
+def _absorbed(weights: Weights, name: str, spec: LatentAttention) -> tuple[Stored, Stored, Kind]:
     """The two halves of every head of `name` (kv_b_proj), the key's transposed, and their stored type."""
     each = spec.nope_dim + spec.value_dim
     both = weights.matrix([name], [spec.heads * each], spec.kv_rank)
     heads = both.data.reshape(spec.heads, each, spec.kv_rank)
-    return (
-        np.ascontiguousarray(heads[:, : spec.nope_dim].transpose(0, 2, 1)),
-        np.ascontiguousarray(heads[:, spec.nope_dim :]),
-        both.kind,
-    )
+    key: Stored = np.ascontiguousarray(heads[:, : spec.nope_dim].transpose(0, 2, 1))
+    value: Stored = np.ascontiguousarray(heads[:, spec.nope_dim :])
+    return key, value, both.kind

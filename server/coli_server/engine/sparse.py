@@ -1,4 +1,4 @@
-"""The indexer of sparse attention (DeepSeek-V3.2, GLM-5): a light scorer that picks what a position attends to.
+"""The indexer of sparse attention (DeepSeek-V3.2, GLM-5): a light scorer of what a position attends to.
 
 A position's score for an earlier one is sum over heads of weight * relu(query . key * scale); the `topk` best
 earlier positions, itself included, are selected, ties to the earlier one. A position that has no more than

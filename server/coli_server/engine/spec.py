@@ -137,6 +137,7 @@ class MoeMlp:
     shared: SharedExpert | None = None
     activation: Activation = Activation()
     expert_bias: bool = False
+    mxfp4: bool = False  # the experts are stored in 4 bits and widened to bfloat16 as they are read
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,11 @@ class Weights:
         self.kinds.add(KINDS[found.dtype])
         return found
 
+    def codes(self, name: str, *shape: int) -> TensorInfo:
+        """The tensor `name` of packed bytes, which must have `shape`. Raises CheckpointError."""
+        self._asked.add(name)
+        return self.index.expect(name, shape, ("U8",))
+
     def vector(self, name: str, size: int) -> F32:
         """A norm weight or bias, as float32 [size]."""
         self.info(name, size)

@@ -12,6 +12,7 @@ MODEL_TYPES = (
     "deepseek_v3",
     "glm4_moe",
     "glm_moe_dsa",
+    "gpt_oss",
     "granitemoe",
     "mixtral",
     "olmoe",

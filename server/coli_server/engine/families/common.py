@@ -31,6 +31,14 @@ class FusedExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """gpt-oss's: all experts of a layer in tensors that engine/packed_experts.py describes, with biases."""
+
+    gate_up: str
+    down: str
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Hub names of the tensors by role. Names of a layer follow `layer`, whose `{layer}` is the index."""
 
@@ -63,7 +71,7 @@ class TensorNames:
     shared_gate: str = "mlp.shared_expert_gate"
     router: str = "mlp.gate"
     correction_bias: str = "mlp.gate.e_score_correction_bias"
-    experts: SeparateExperts | FusedExperts = SeparateExperts()
+    experts: SeparateExperts | FusedExperts | PackedExperts = SeparateExperts()
 
 
 @dataclass(frozen=True, slots=True)

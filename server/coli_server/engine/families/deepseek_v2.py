@@ -36,7 +36,7 @@ def read(config: Config) -> ModelSpec:
 def router(config: Config, experts: int, k: int) -> Router:
     """`greedy` looks at no groups, even where the configuration names some."""
     config.choice("scoring_func", ("softmax",), "softmax")
-    # Implementations disagree on renormalisation together with the scaling factor; no published model asks for it.
+    # Implementations disagree on what renormalising means here; no published model asks for it.
     config.choice("norm_topk_prob", (False,), False)
     scale = config.positive("routed_scaling_factor", 1.0)
     groups = config.integer("n_group", 1, high=experts)

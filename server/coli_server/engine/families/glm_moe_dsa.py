@@ -65,7 +65,7 @@ def sparse_attention(config: Config, layers: int) -> list[LatentAttention]:
 
 
 def shared_indexers(config: Config, layers: int) -> list[bool]:
-    """Which layers share: by name, by a pattern of F and S, or every so many-th layer full from an offset on."""
+    """Which layers share: by name, by a pattern of F and S, or all but every so many-th layer."""
     every = config.integer("index_topk_freq", 1)
     offset = config.integer("index_skip_topk_offset", 2, low=0)
     pattern = config.raw("index_topk_pattern")
