@@ -261,6 +261,7 @@ class _Channel:
         self._timeout = timeout
         self._core = Connection()
         self._events: deque[Event] = deque()
+        self._sent_whole = True
         self.running: str | None = None
 
     @classmethod
@@ -339,10 +340,11 @@ class _Channel:
     def close(self, error: ColiError) -> None:
         self._core.close(error)
         self.running = None
-        with contextlib.suppress(OSError):
-            # The server cancels what runs here now, instead of when its next write fails.
-            self._socket.setblocking(False)
-            self._socket.send(commands.QUIT)
+        if self._sent_whole:  # or QUIT would be the rest of another command
+            with contextlib.suppress(OSError):
+                # The server cancels what runs here now, instead of when its next write fails.
+                self._socket.setblocking(False)
+                self._socket.send(commands.QUIT)
         self._socket.close()
 
     def _interrupted(self, error: BaseException) -> None:
@@ -353,7 +355,9 @@ class _Channel:
         try:
             data = self._core.send(command)
             try:
+                self._sent_whole = False
                 self._socket.sendall(data)
+                self._sent_whole = True
             except TimeoutError:
                 raise Timeout(f"the server took no data for {self._timeout} s") from None
             except OSError:

@@ -430,6 +430,60 @@ async def test_a_generation_behind_a_full_one_is_answered(serve: Any) -> None:
         assert (await a).text == "a" * 20 * HIGH_WATER
 
 
+async def test_what_still_comes_of_an_abandoned_stream_is_not_kept(serve: Any) -> None:
+    def script(peer: Any) -> None:
+        id = peer.accept()
+        assert peer.next().line == b"CANCEL " + id
+        peer.send(b"OK\n" + b'TOK %b "x"\n' % id * 10 * HIGH_WATER)
+        peer.done(id, b"finish=cancelled tokens=640 prompt_tokens=3")
+        closing(peer)
+
+    async with AsyncClient(port=serve(script)) as client:
+        generation = client.generate("x")
+        await generation.accepted()
+        result = await generation.cancel()
+        assert result.tokens == len(generation.text) == 10 * HIGH_WATER
+        assert not generation._stream.unread
+
+
+async def test_a_cancellation_is_not_sent_for_what_has_ended_meanwhile(serve: Any) -> None:
+    def script(peer: Any) -> None:
+        id = peer.accept()
+        assert peer.next().line == b"RESET"
+        peer.done(id)
+        peer.send(b"OK\n")
+        ping(peer)
+        closing(peer)
+
+    async with AsyncClient(port=serve(script)) as client:
+        generation = client.generate("x")
+        await generation.accepted()
+        reset = asyncio.create_task(client.reset())
+        await asyncio.sleep(0)
+        assert (await generation.cancel()).finish == "length"
+        await reset
+        await client.ping()
+
+
+async def test_a_slow_reader_is_not_taken_for_a_silent_server(serve: Any) -> None:
+    rested = threading.Event()
+
+    def script(peer: Any) -> None:
+        id = peer.accept()
+        peer.send(b'TOK %b "x"\n' % id * 2 * HIGH_WATER)
+        assert rested.wait(5)
+        peer.done(id)
+        closing(peer)
+
+    async with AsyncClient(port=serve(script), timeout=0.3) as client:
+        generation = client.generate("x")
+        await generation.accepted()
+        await eventually(lambda: not generation._link._reading)
+        await asyncio.sleep(0.5)
+        rested.set()
+        assert (await generation).text == "x" * 2 * HIGH_WATER
+
+
 async def test_after_a_timeout_no_old_reply_meets_a_new_command(serve: Any) -> None:
     def slow(peer: Any) -> None:
         peer.accept()

@@ -36,6 +36,10 @@ def closing(peer: Any) -> None:
     assert peer.rest() in (b"QUIT\n", b"")
 
 
+def closing_after_half(peer: Any) -> None:
+    assert len(peer.rest()) == 12
+
+
 def test_commands(serve: Any) -> None:
     def script(peer: Any) -> None:
         ping(peer)
@@ -313,6 +317,26 @@ def test_ctrl_c_in_a_command_closes(serve: Any, monkeypatch: pytest.MonkeyPatch)
     interrupt_next_read(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         client.version()
+    with pytest.raises(ConnectionLost, match="interrupted"):
+        client.ping()
+    client.connect()
+    client.ping()
+    client.close()
+
+
+def test_ctrl_c_while_sending_closes(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a command may be under way: anything that followed would be read as its text."""
+
+    def sendall(sock: socket.socket, data: bytes) -> None:
+        sock.send(data[:12])
+        raise KeyboardInterrupt
+
+    client = Client(port=serve(closing_after_half, ping))
+    client.connect()
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "sendall", sendall)
+        with pytest.raises(KeyboardInterrupt):
+            client.generate("text")
     with pytest.raises(ConnectionLost, match="interrupted"):
         client.ping()
     client.connect()
