@@ -12,10 +12,11 @@ from coli_server.experts.cache import ExpertCache, staging_bytes
 from coli_server.experts.checkpoint import CheckpointIndex
 from coli_server.experts.eviction import LRU, EvictionPolicy
 from coli_server.experts.layout import ExpertLayout, ExpertSource, LayerExperts, Part
+from coli_server.experts.loading import CacheCounters
 from coli_server.experts.reader import PreadReader, Reader
 from coli_server.experts.safetensors_header import CheckpointError, TensorInfo, TensorSlice
 from coli_server.experts.slots import ABSENT, CACHED, PINNED
-from coli_server.experts.stream import CacheCounters, ExpertReadError, ExpertStream, Lease
+from coli_server.experts.stream import ExpertReadError, ExpertStream, Lease
 
 __all__ = [
     "ABSENT",

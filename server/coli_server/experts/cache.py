@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 from coli_server.errors import ConfigurationError
 from coli_server.experts.eviction import LRU, EvictionPolicy
 from coli_server.experts.layout import LayerExperts
+from coli_server.experts.loading import CacheCounters, Loads
 from coli_server.experts.pool import ReadPool
 from coli_server.experts.reader import PreadReader, Reader
 from coli_server.experts.slab import Arena, slab_bytes
 from coli_server.experts.slots import LayerSlots
-from coli_server.experts.stream import CacheCounters, ExpertStream, LoadingStream, ResidentStream
+from coli_server.experts.stream import ExpertStream, LoadingStream, ResidentStream
 
 DEFAULT_READERS = 4  # reads in flight; two to four keep a disk busy beside running kernels
 
@@ -46,7 +47,7 @@ class ExpertCache:
         self.slots_per_layer = slots_per_layer
         self.counters = CacheCounters()
         self._floor = experts_per_token
-        self._layers = {}
+        self._layers: dict[int, LayerSlots] = {}
         counts = [min(slots_per_layer, layer.experts) for layer in layers]
         sizes = [
             slab_bytes(count, layer.layout.slot_bytes) for count, layer in zip(counts, layers, strict=True)
@@ -58,6 +59,7 @@ class ExpertCache:
             self._layers[layer.layer] = LayerSlots(layer, memory.reshape(count, -1), policy())
         buffers = [arena.piece(len(layers) + thread, staging) for thread in range(readers)]
         self._pool = ReadPool(PreadReader() if reader is None else reader, buffers)
+        self._loads = Loads(self._pool, self._layers, self.counters)
         self._stream: ExpertStream | None = None
 
     @property
@@ -79,6 +81,11 @@ class ExpertCache:
     def capacity_bytes(self) -> int:
         """Bytes of all slots."""
         return sum(slots.memory.nbytes for slots in self._layers.values())
+
+    @property
+    def prefetch_in_flight(self) -> int:
+        """Prefetched experts that are loading, or loaded and not asked for yet."""
+        return sum(len(slots.prefetching) + len(slots.unused) for slots in self._layers.values())
 
     @property
     def last_loads(self) -> list[tuple[int, int]]:
@@ -115,15 +122,37 @@ class ExpertCache:
         slots = self._layers[layer]
         wanted: list[int] = experts.tolist() if isinstance(experts, np.ndarray) else list(experts)
         distinct = set(wanted)
-        if len(distinct) == len(wanted) and distinct <= slots.slot_of.keys():
-            self._stream = ResidentStream(slots, wanted)
-            return self._stream
-        if len(distinct) < len(wanted) or min(wanted) < 0 or max(wanted) >= slots.experts:
+        resident = len(distinct) == len(wanted) and distinct <= slots.slot_of.keys()
+        if not resident and (len(distinct) < len(wanted) or min(wanted) < 0 or max(wanted) >= slots.experts):
             raise ValueError(
                 f"layer {layer}: {wanted} are not distinct expert ids from 0 to {slots.experts - 1}"
             )
-        self._stream = LoadingStream(slots, wanted, self._pool, self.counters)
+        late = self._loads.meet(slots, distinct) if slots.prefetching or slots.unused else {}
+        if resident:
+            self._stream = ResidentStream(slots, wanted)
+        else:
+            self._stream = LoadingStream(slots, wanted, self._loads, late)
         return self._stream
+
+    def prefetch(self, layer: int, experts: Iterable[int]) -> None:
+        """Begin to read what is absent of `experts` (distinct ids, the likeliest first), behind all streams.
+
+        They go into free slots, else into those that the eviction policy values least, never into that of
+        another one of `experts`. An open stream of the same layer is closed first. A read that fails is
+        counted, and reported when somebody needs the expert.
+        """
+        if self._stream is not None and self._stream.layer == layer:
+            self._stream.close()
+        self._loads.prefetch(self._layers[layer], list(experts))
+
+    def poll(self) -> None:
+        """Let prefetches that have completed count as resident."""
+        self._loads.poll()
+
+    def complete(self, layer: int) -> bool:
+        """Whether every expert of the layer is in memory."""
+        slots = self._layers[layer]
+        return len(slots.slot_of) == slots.experts
 
     def pin(self, layer: int, experts: Sequence[int]) -> None:
         """Load what is missing of `experts` and keep them for good.
@@ -146,6 +175,8 @@ class ExpertCache:
                 pass
         finally:
             stream.close()
+            self.counters.system_loads += len(stream.loads)
+            self.counters.system_load_bytes += sum(nbytes for _, nbytes in stream.loads)
             for expert in new:
                 if expert in slots.slot_of:
                     slots.pin(expert)

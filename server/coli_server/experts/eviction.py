@@ -1,9 +1,12 @@
-"""Which expert a full layer gives up. Policies know expert ids only; every operation is O(1)."""
+"""Which expert a full layer gives up. Policies know expert ids only.
+
+Every operation is O(1), amortised; `victim` looks at one expert more for each that it must keep.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Protocol
 
 
@@ -18,6 +21,10 @@ class EvictionPolicy(Protocol):
         """`expert`, not in here, becomes evictable; it was used just now."""
         ...
 
+    def offer(self, expert: int) -> None:
+        """`expert`, not in here, becomes evictable, before all others: it was read, but not used yet."""
+        ...
+
     def touch(self, expert: int) -> None:
         """`expert`, in here, was used just now."""
         ...
@@ -26,8 +33,8 @@ class EvictionPolicy(Protocol):
         """`expert`, in here, is no longer evictable."""
         ...
 
-    def victim(self) -> int | None:
-        """The expert to give up next (it stays in here), or None when there is none."""
+    def victim(self, keep: Container[int] = ()) -> int | None:
+        """The expert to give up next that is not in `keep` (it stays in here), or None when there is none."""
         ...
 
 
@@ -40,14 +47,18 @@ class LRU:
     def insert(self, expert: int) -> None:
         self._order[expert] = None
 
+    def offer(self, expert: int) -> None:
+        self._order[expert] = None
+        self._order.move_to_end(expert, last=False)
+
     def touch(self, expert: int) -> None:
         self._order.move_to_end(expert)
 
     def remove(self, expert: int) -> None:
         del self._order[expert]
 
-    def victim(self) -> int | None:
-        return next(iter(self._order), None)
+    def victim(self, keep: Container[int] = ()) -> int | None:
+        return next((expert for expert in self._order if expert not in keep), None)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._order)

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from coli_server.experts.eviction import EvictionPolicy
 from coli_server.experts.layout import Bytes, FileRead, LayerExperts, plan_reads
+from coli_server.experts.pool import ReadJob
 
 ABSENT, CACHED, PINNED = 0, 1, 2
 
@@ -14,6 +15,7 @@ ABSENT, CACHED, PINNED = 0, 1, 2
 class LayerSlots:
     """Books of one layer. A slot is free, holds a cached or pinned expert, or belongs to a running load.
 
+    `prefetching` are the loads that nobody has asked for yet, `unused` the cached experts that came so.
     `memory` is uint8 [slots, slot_bytes] beginning at `base`. `state` uint8, `resident` bool and `address`
     int64 (0 when absent), all [experts], change in place with every load and eviction.
     """
@@ -29,6 +31,8 @@ class LayerSlots:
         self.address = np.zeros(self.experts, np.int64)
         self.slot_of: dict[int, int] = {}
         self.pinned: set[int] = set()
+        self.prefetching: dict[int, ReadJob] = {}
+        self.unused: set[int] = set()
         self.free = list(range(len(memory) - 1, -1, -1))
         self.policy = policy
         self._base = memory.ctypes.data

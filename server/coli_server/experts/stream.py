@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import NamedTuple
 
@@ -17,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coli_server.errors import ModelError
-from coli_server.experts.pool import ReadJob, ReadPool
+from coli_server.experts.loading import Loads
+from coli_server.experts.pool import ReadJob
 from coli_server.experts.slots import LayerSlots
 
 
@@ -42,30 +40,16 @@ class Lease(NamedTuple):
     addresses: NDArray[np.int64]
 
 
-@dataclass(slots=True)
-class CacheCounters:
-    """Physical work since the cache was built. No counter ever goes down.
-
-    `loads` and `load_bytes` count experts read completely and their bytes in the files; `load_seconds` sums
-    the durations of all reads (of parallel reads each); `wait_seconds` is how long the caller was blocked.
-    """
-
-    loads: int = 0
-    load_bytes: int = 0
-    load_errors: int = 0
-    load_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    evictions: int = 0
-
-
 class ExpertStream(Iterator[Lease], AbstractContextManager["ExpertStream"]):
     """Iterates over leases that together hold every wanted expert once.
 
-    `loads` has (expert, bytes in the files) of each expert read so far, in order of completion. Leaving the
-    context, like `close`, gives everything back; so does the end of the iteration.
+    `loads` has (expert, bytes in the files) of each expert that was read for this stream so far, in order
+    of completion; what a prefetch had begun to read is not among them. Leaving the context, like `close`,
+    gives everything back; so does the end of the iteration.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
         self.loads: list[tuple[int, int]] = []
 
     def close(self) -> None:
@@ -81,7 +65,7 @@ class ResidentStream(ExpertStream):
     """Everything is resident: one lease, and nothing to give back, as nothing else loads meanwhile."""
 
     def __init__(self, slots: LayerSlots, wanted: list[int]) -> None:
-        super().__init__()
+        super().__init__(slots.layer)
         ids = np.array(wanted, np.int32)
         self._lease: Lease | None = Lease(ids, slots.address[ids]) if wanted else None
         touch, pinned = slots.policy.touch, slots.pinned
@@ -106,25 +90,32 @@ class LoadingStream(ExpertStream):
     more than the evictable slots, the slots of `expendable` ones are taken once these have been used. Those
     are the first of (resident, then missing) that do not fit: which experts remain at the end does not
     depend on which read was the fastest. The policy gets the survivors back in the order of `wanted`.
+
+    `late` are prefetches of wanted experts that are still loading, each with whether its read had begun.
+    Prefetches of other experts whose read has begun keep their slots until it ends.
     """
 
-    def __init__(self, slots: LayerSlots, wanted: list[int], pool: ReadPool, counters: CacheCounters) -> None:
-        super().__init__()
+    def __init__(
+        self, slots: LayerSlots, wanted: list[int], loads: Loads, late: Mapping[ReadJob, bool]
+    ) -> None:
+        super().__init__(slots.layer)
         self._slots = slots
         self._wanted = wanted
-        self._pool = pool
-        self._counters = counters
-        self._done: SimpleQueue[ReadJob] = SimpleQueue()
-        self._in_flight: set[ReadJob] = set()
+        self._loads = loads
+        self._in_flight = set(late)
+        self._begun = {job for job, begun in late.items() if begun}
         self._failed: list[ReadJob] = []
         self._open = True
         self._hits = [expert for expert in wanted if expert in slots.slot_of]
-        self._missing = deque(expert for expert in wanted if expert not in slots.slot_of)
+        missing = [expert for expert in wanted if expert not in slots.slot_of]
+        coming = {job.expert for job in late}
+        self._missing = deque(expert for expert in missing if expert not in coming)
         self._leased: list[int] = []
         self._used: deque[int] = deque()  # expendable, and not needed any more
         protected = [expert for expert in self._hits if expert not in slots.pinned]
-        order = [*protected, *self._missing]
-        self._expendable = set(order[: max(0, len(order) - slots.evictable)])
+        order = [*protected, *missing]
+        room = slots.evictable - len(slots.prefetching)
+        self._expendable = set(order[: max(0, len(order) - room)])
         for expert in protected:
             slots.policy.remove(expert)
         self._submit()
@@ -140,11 +131,12 @@ class LoadingStream(ExpertStream):
             return self._lease()
         if self._open:
             self._submit()
-        while self._in_flight:
+        while self._in_flight or self._missing:
+            assert self._in_flight or self._slots.prefetching, "no read is under way that could make room"
             self._leased = self._collect()
             if self._leased:
                 return self._lease()
-            self._submit()  # a failed read has given its slot back
+            self._submit()  # a failed read has given its slot back, or a prefetch of another expert is over
         self.close()
         if self._failed:
             failed, self._failed = self._failed, []
@@ -152,13 +144,13 @@ class LoadingStream(ExpertStream):
         raise StopIteration
 
     def close(self) -> None:
-        """End every lease; cancel loads that have not begun, wait for those that have and keep them."""
+        """End every lease; withdraw loads that have not begun, wait for those that have and keep them."""
         if not self._open:
             return
         self._open = False
         self._hits = []
-        for job in self._in_flight:
-            job.cancelled = True
+        self._missing.clear()
+        self._in_flight = {job for job in self._in_flight if not self._loads.withdraw(job)}
         while self._in_flight:
             self._collect()
         slots = self._slots
@@ -178,9 +170,7 @@ class LoadingStream(ExpertStream):
             if slot is None:
                 return
             expert = self._missing.popleft()
-            job = ReadJob(expert, slots.memory[slot], slot, slots.layout, slots.reads(expert), self._done)
-            self._in_flight.add(job)
-            self._pool.submit(job)
+            self._in_flight.add(self._loads.demand(slots, expert, slot))
 
     def _take_slot(self) -> int | None:
         """A free slot, else that of an expert nobody wants, else that of an expendable one."""
@@ -194,36 +184,25 @@ class LoadingStream(ExpertStream):
             victim = self._used.popleft()
         else:
             return None
-        self._counters.evictions += 1
-        return slots.evict(victim)
+        return self._loads.evict(slots, victim)
 
     def _collect(self) -> list[int]:
         """Wait for at least one job, take all that are over, and return the experts that they loaded."""
-        start = time.perf_counter()
-        jobs = [self._done.get()]
-        self._counters.wait_seconds += time.perf_counter() - start
-        try:
-            while True:
-                jobs.append(self._done.get_nowait())
-        except Empty:
-            pass
-        return [job.expert for job in jobs if self._settle(job)]
+        return [job.expert for job in self._loads.wait() if self._settle(job)]
 
     def _settle(self, job: ReadJob) -> bool:
         """Book the end of a job; True if its expert is resident now."""
-        slots, counters = self._slots, self._counters
+        slots = self._slots
         self._in_flight.remove(job)
-        counters.load_seconds += job.seconds
         if not job.read:
             slots.free.append(job.slot)
-            if job.error is not None:
-                counters.load_errors += 1
-                self._failed.append(job)
+            self._failed.append(job)
             return False
         slots.insert(job.expert, job.slot)
-        self.loads.append((job.expert, slots.expert_bytes))
-        counters.loads += 1
-        counters.load_bytes += slots.expert_bytes
+        begun = job in self._begun
+        if not begun:
+            self.loads.append((job.expert, slots.expert_bytes))
+        self._loads.count(slots, system=begun)
         return True
 
 
