@@ -1,38 +1,49 @@
-"""Attention of one sequence over its KV cache, by a running softmax over blocks of 16 positions."""
+"""Attention of one sequence over its KV cache, by a running softmax over blocks of 64 positions.
+
+A task takes a few rows and a few query heads that share a KV head, so that keys are loaded once for all of
+them. Blocks begin at multiples of 64 wherever a row's first position is: its task does not change its result.
+"""
 
 from typing import Any
 
 import numpy as np
 from numba import njit, prange
 
+from coli_server.engine.kernels.formats import Array
 from coli_server.engine.kernels.linear import SERIAL_WORK, tiles_of_four
 from coli_server.engine.kernels.runtime import thread_count
 from coli_server.engine.kernels.tiles import (
     STACK_16,
-    STACK_128,
+    STACK_64,
+    STACK_384,
+    WEIGHTED_1,
+    WEIGHTED_2,
+    WEIGHTED_3,
+    WEIGHTED_4,
+    address,
     get_float,
     put_address,
     put_float,
     softmax_step,
-    weighted_rows,
 )
 
-Array = np.ndarray[Any, Any]
+_QUERIES = 12
+"""Pairs of row and head in a task, at most: two tall tiles."""
 
-HEADS_AT_ONCE = 16
-"""Query heads of one KV head that a task may take together: as many as its tables on the stack hold."""
+_BLOCK = 64
+"""Positions between two updates of the running softmax."""
 
 _NO_SINKS: Array = np.zeros(0, np.float32)
 _ALL_POSITIONS: Array = np.zeros((0, 0), np.int32)
 
 
 @njit(nogil=True, cache=True)
-def _heads_per_task(tasks, group, threads):  # type: ignore[no-untyped-def]
+def _heads_per_task(tasks: int, group: int, threads: int) -> int:
     """The most heads a task may share keys among that still keep all threads equally busy.
 
     `tasks` is the number of tasks if each takes all `group` heads of a KV head.
     """
-    for heads in range(min(group, HEADS_AT_ONCE), 1, -1):
+    for heads in range(min(group, _QUERIES), 1, -1):
         count = tasks * (group // heads)
         if group % heads == 0 and count >= threads and (count >= 8 * threads or count % threads == 0):
             return heads
@@ -40,126 +51,214 @@ def _heads_per_task(tasks, group, threads):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _start(state, sinks, first_head, heads, out, width):  # type: ignore[no-untyped-def]
+def _start(state: int, sinks: Array, head: int, heads: int, out: int, dv: int) -> None:
     """Running maximum and denominator of every head (a sink is a first logit without a value), and zeros."""
     for h in range(heads):
-        if sinks.shape[0] > 0:
-            put_float(state, 2 * h, sinks[first_head + h])
-            put_float(state, 2 * h + 1, np.float32(1))
-        else:
-            put_float(state, 2 * h, np.float32(-np.inf))
-            put_float(state, 2 * h + 1, np.float32(0))
-    for i in range(heads * width):
+        sunk = sinks.shape[0] > 0
+        put_float(state, 4 * h, sinks[head + h] if sunk else np.float32(-np.inf))
+        put_float(state, 4 * h + 1, np.float32(1) if sunk else np.float32(0))
+    for i in range(heads * dv):
         put_float(out, i, np.float32(0))
 
 
 @njit(nogil=True, cache=True)
-def _finish(state, heads, out, width):  # type: ignore[no-untyped-def]
+def _fold(
+    scores: int, state: int, values: int, first: int, stop: int, scale: float, heads: int, out: int, dv: int
+) -> None:
+    """Add positions first..stop - 1 of a block to `heads` heads of a row."""
     for h in range(heads):
-        denominator = get_float(state, 2 * h + 1)
+        softmax_step(scores + 4 * _BLOCK * h, first, stop, scale, state + 16 * h)
+    p_stride, o_stride = 4 * _BLOCK, 4 * dv
+    h = 0
+    while h + 4 <= heads:
+        p, s, o = scores + p_stride * h, state + 16 * h, out + o_stride * h
+        WEIGHTED_4(p, p_stride, s, values, first, stop, dv, o, o_stride)
+        h += 4
+    p, s, o = scores + p_stride * h, state + 16 * h, out + o_stride * h
+    if heads - h == 3:
+        WEIGHTED_3(p, p_stride, s, values, first, stop, dv, o, o_stride)
+    elif heads - h == 2:
+        WEIGHTED_2(p, p_stride, s, values, first, stop, dv, o, o_stride)
+    elif heads - h == 1:
+        WEIGHTED_1(p, p_stride, s, values, first, stop, dv, o, o_stride)
+
+
+@njit(nogil=True, cache=True)
+def _finish(state: int, heads: int, out: int, dv: int) -> None:
+    for h in range(heads):
+        denominator = get_float(state, 4 * h + 1)
         if denominator > 0:  # zero where no position is allowed: the row stays zero
-            for d in range(h * width, (h + 1) * width):
+            for d in range(h * dv, (h + 1) * dv):
                 put_float(out, d, get_float(out, d) / denominator)
 
 
 @njit(nogil=True, cache=True)
-def _attend(  # type: ignore[no-untyped-def]
-    q,
-    dk,
-    keys,
-    key_stride,
-    values,
-    value_stride,
-    first_head,
-    heads,
-    first,
-    last,
-    allowed,
-    row,
-    sinks,
-    scale,
-    out,
-    dv,
-):
-    """One row, `heads` query heads of one KV head; q, keys, values, out are addresses of their first row."""
-    qs, ys, scores, state = STACK_16(), STACK_16(), STACK_128(), STACK_16()
-    key_rows, value_rows = STACK_16(), STACK_16()
-    for h in range(heads):
-        put_address(qs, h, q + h * dk * 4)
-    _start(state, sinks, first_head, heads, out, dv)
-    listed = allowed.shape[1]
-    cursor, stop = (np.int64(0), np.int64(listed)) if listed > 0 else (first, last + 1)
-    while cursor < stop:
-        count = 0
-        while count < 16 and cursor < stop:
-            position = np.int64(allowed[row, cursor]) if listed > 0 else cursor
-            cursor += 1
-            if first <= position <= last:
-                put_address(key_rows, count, keys + position * key_stride)
-                put_address(value_rows, count, values + position * value_stride)
-                count += 1
-        if count == 0:
-            break
-        for i in range(count, (count + 3) // 4 * 4):
-            put_address(key_rows, i, keys + last * key_stride)
-        for j in range(0, count, 4):
-            for h in range(heads):
-                put_address(ys, h, scores + 64 * h + 4 * j)
-            tiles_of_four(np.float32(0), qs, key_rows + 8 * j, ys, heads, dk, 4)
-        for h in range(heads):
-            factor = softmax_step(scores + 64 * h, count, scale, state + 8 * h)
-            weighted_rows(scores + 64 * h, value_rows, count, dv, out + h * dv * 4, factor)
-    _finish(state, heads, out, dv)
+def _score(queries: int, count: int, dk: int, keys: int, first: int, stop: int, targets: int) -> None:
+    """Scores of positions first..stop - 1 of a block, in fours, for `count` queries."""
+    for j in range(first // 4 * 4, stop, 4):
+        tiles_of_four(np.float32(0), queries, keys + 8 * j, targets, 4 * j, count, dk, np.int64(4))
 
 
 @njit(nogil=True, cache=True)
-def _task(  # type: ignore[no-untyped-def]
-    task, heads, q, positions, keys, values, window, sinks, allowed, scale, out
-):
-    """Task number `task`: row by row, and in a row `heads` query heads at a time."""
+def _first_seen(last: Any, window: int) -> Any:
+    return max(0, last - window + 1) if window > 0 else 0
+
+
+@njit(nogil=True, cache=True)
+def _rows(
+    q: Array,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    scale: float,
+    window: int,
+    sinks: Array,
+    out: Array,
+    row: int,
+    rows: int,
+    head: int,
+    heads: int,
+) -> None:
+    """Rows row..row + rows - 1, heads head..head + heads - 1, all of one KV head, over all that they see."""
     q_heads, dk, dv = q.shape[1], q.shape[2], values.shape[2]
-    units = q_heads // heads
-    row, head = task // units, task % units * heads
     kv_head = head // (q_heads // keys.shape[1])
+    qs, ys, scores, states = STACK_16(), STACK_16(), STACK_384(), STACK_64()
+    key_rows, value_rows = STACK_64(), STACK_64()
+    first: Any = np.int64(positions[row])
+    last: Any = np.int64(0)
+    for r in range(rows):
+        at = (row + r) * q_heads + head
+        for h in range(heads):
+            put_address(qs, r * heads + h, address(q) + (at + h) * dk * 4)
+            put_address(ys, r * heads + h, scores + 4 * _BLOCK * (r * heads + h))
+        _start(states + 16 * r * heads, sinks, head, heads, address(out) + at * dv * 4, dv)
+        last = max(last, np.int64(positions[row + r]))
+        first = min(first, _first_seen(np.int64(positions[row + r]), window))
+    for block in range(first // _BLOCK * _BLOCK, last + 1, _BLOCK):
+        stop = min(_BLOCK, last + 1 - block)
+        for j in range((stop + 3) // 4 * 4):
+            position = block + min(j, stop - 1)
+            put_address(key_rows, j, address(keys) + position * keys.strides[0] + kv_head * keys.strides[1])
+            put_address(
+                value_rows, j, address(values) + position * values.strides[0] + kv_head * values.strides[1]
+            )
+        _score(qs, rows * heads, dk, key_rows, max(0, first - block), stop, ys)
+        for r in range(rows):
+            seen = np.int64(positions[row + r])
+            begin, end = max(0, _first_seen(seen, window) - block), min(_BLOCK, seen + 1 - block)
+            if begin < end:
+                place = address(out) + ((row + r) * q_heads + head) * dv * 4
+                i = r * heads
+                _fold(
+                    scores + 4 * _BLOCK * i, states + 16 * i, value_rows, begin, end, scale, heads, place, dv
+                )
+    for r in range(rows):
+        place = address(out) + ((row + r) * q_heads + head) * dv * 4
+        _finish(states + 16 * r * heads, heads, place, dv)
+
+
+@njit(nogil=True, cache=True)
+def _chosen(
+    q: Array,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    scale: float,
+    window: int,
+    sinks: Array,
+    allowed: Array,
+    out: Array,
+    row: int,
+    head: int,
+    heads: int,
+) -> None:
+    """One row, heads head..head + heads - 1, all of one KV head, over the listed positions that it sees."""
+    q_heads, dk, dv = q.shape[1], q.shape[2], values.shape[2]
+    kv_head = head // (q_heads // keys.shape[1])
+    qs, ys, scores, states = STACK_16(), STACK_16(), STACK_384(), STACK_64()
+    key_rows, value_rows = STACK_64(), STACK_64()
     last = np.int64(positions[row])
-    first = max(np.int64(0), last - window + 1) if window > 0 else np.int64(0)
-    _attend(
-        q.ctypes.data + (row * q_heads + head) * dk * 4,
-        dk,
-        keys.ctypes.data + kv_head * keys.strides[1],
-        keys.strides[0],
-        values.ctypes.data + kv_head * values.strides[1],
-        values.strides[0],
-        head,
-        heads,
-        first,
-        last,
-        allowed,
-        row,
-        sinks,
-        scale,
-        out.ctypes.data + (row * q_heads + head) * dv * 4,
-        dv,
-    )
+    first = _first_seen(last, window)
+    for h in range(heads):
+        put_address(qs, h, address(q) + (row * q_heads + head + h) * dk * 4)
+        put_address(ys, h, scores + 4 * _BLOCK * h)
+    place = address(out) + (row * q_heads + head) * dv * 4
+    _start(states, sinks, head, heads, place, dv)
+    cursor = 0
+    while cursor < allowed.shape[1]:
+        count = 0
+        while count < _BLOCK and cursor < allowed.shape[1]:
+            position = np.int64(allowed[row, cursor])
+            cursor += 1
+            if first <= position <= last:
+                key = address(keys) + position * keys.strides[0] + kv_head * keys.strides[1]
+                value = address(values) + position * values.strides[0] + kv_head * values.strides[1]
+                put_address(key_rows, count, key)
+                put_address(value_rows, count, value)
+                count += 1
+        for j in range(count, (count + 3) // 4 * 4):
+            put_address(key_rows, j, address(keys) + last * keys.strides[0] + kv_head * keys.strides[1])
+        if count > 0:
+            _score(qs, heads, dk, key_rows, np.int64(0), count, ys)
+            _fold(scores, states, value_rows, np.int64(0), count, scale, heads, place, dv)
+    _finish(states, heads, place, dv)
+
+
+@njit(nogil=True, cache=True)
+def _task(
+    q: Array,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    scale: float,
+    window: int,
+    sinks: Array,
+    allowed: Array,
+    out: Array,
+    task: int,
+    rows: int,
+    heads: int,
+) -> None:
+    """Task number `task`, of at most `rows` rows and `heads` heads."""
+    units = q.shape[1] // heads
+    row, head = task // units * rows, task % units * heads
+    if allowed.shape[1] > 0:
+        _chosen(q, keys, values, positions, scale, window, sinks, allowed, out, row, head, heads)
+    else:
+        count = min(rows, q.shape[0] - row)
+        _rows(q, keys, values, positions, scale, window, sinks, out, row, count, head, heads)
 
 
 @njit(nogil=True, cache=True, parallel=True)
-def _attention(q, positions, keys, values, window, sinks, allowed, scale, out, threads):  # type: ignore[no-untyped-def]
-    rows, q_heads, dk = q.shape
-    group = q_heads // keys.shape[1]
-    heads = _heads_per_task(rows * keys.shape[1], group, threads)
-    tasks = rows * (q_heads // heads)
-    seen = allowed.shape[1] if allowed.shape[1] > 0 else np.int64(positions[rows - 1]) + 1
+def _attention(
+    q: Array,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    scale: float,
+    window: int,
+    sinks: Array,
+    allowed: Array,
+    out: Array,
+    threads: int,
+) -> None:
+    tokens, q_heads, dk = q.shape
+    kv_heads, listed = keys.shape[1], allowed.shape[1]
+    heads = _heads_per_task(tokens * kv_heads, q_heads // kv_heads, threads)
+    units = q_heads // heads
+    rows = 1 if listed > 0 else max(1, min(_QUERIES // heads, tokens * units // (4 * threads)))
+    tasks = (tokens + rows - 1) // rows * units
+    seen = listed if listed > 0 else np.int64(positions[tokens - 1]) + 1
     if window > 0:
         seen = min(seen, window)
-    if threads == 1 or rows * q_heads * seen * (dk + values.shape[2]) < SERIAL_WORK:
+    if threads == 1 or tokens * q_heads * seen * (dk + values.shape[2]) < SERIAL_WORK:
         for task in range(tasks):
-            _task(task, heads, q, positions, keys, values, window, sinks, allowed, scale, out)
+            _task(q, keys, values, positions, scale, window, sinks, allowed, out, task, rows, heads)
     else:
         # Late rows see more than early ones, so every thread takes every so many-th task.
         for thread in prange(threads):
             for task in range(thread, tasks, threads):
-                _task(task, heads, q, positions, keys, values, window, sinks, allowed, scale, out)
+                _task(q, keys, values, positions, scale, window, sinks, allowed, out, task, rows, heads)
 
 
 def attention(
@@ -176,12 +275,12 @@ def attention(
 ) -> Array:
     """Causal attention of rows of one sequence: softmax(scale * q @ keys.T) @ values, for every query head.
 
-    q float32 [tokens, q_heads, dk]; keys float32 [capacity, kv_heads, dk] and values float32 [capacity,
-    kv_heads, dv], contiguous in the last dimension (values may be a view of keys); positions int32 [tokens],
-    the absolute position of every row. Row t sees positions 0..positions[t], with `window` > 0 only the last
-    so many of them, with `allowed` int32 [tokens, n] only those listed there (-1 pads). sinks float32 [q_heads]
-    are one more logit each in the softmax's denominator. out float32 [tokens, q_heads, dv], C-contiguous, made
-    if None.
+    q float32 [tokens, q_heads, dk], C-contiguous; keys float32 [capacity, kv_heads, dk] and values float32
+    [capacity, kv_heads, dv], contiguous in the last dimension (values may be a view of keys); positions int32
+    [tokens], the absolute position of every row, ascending. Row t sees positions 0..positions[t], with
+    `window` > 0 only the last so many of them, with `allowed` int32 [tokens, n] only those listed there (-1
+    pads). sinks float32 [q_heads] are one more logit each in the softmax's denominator. out float32 [tokens,
+    q_heads, dv], C-contiguous, made if None.
 
     Raises ValueError where the shapes do not fit together.
     """
@@ -195,5 +294,5 @@ def attention(
     sinks = _NO_SINKS if sinks is None else sinks
     allowed = _ALL_POSITIONS if allowed is None else allowed
     if tokens:
-        _attention(q, positions, keys, values, window, sinks, allowed, np.float32(scale), out, thread_count())
+        _attention(q, keys, values, positions, np.float32(scale), window, sinks, allowed, out, thread_count())
     return out

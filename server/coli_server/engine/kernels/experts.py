@@ -1,13 +1,13 @@
 """The feed-forward networks of a layer's chosen experts, straight from the slots of the expert cache."""
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numba import njit, prange
 
-from coli_server.engine.kernels.formats import ITEM_BYTES, TAGS
-from coli_server.engine.kernels.linear import ROWS_AT_ONCE, SERIAL_WORK, tiles_of_four
+from coli_server.engine.kernels.formats import ITEM_BYTES, TAGS, Array, Tag
+from coli_server.engine.kernels.linear import ROWS_AT_ONCE, SERIAL_WORK, four_rows, one_row, tiles_of_four
 from coli_server.engine.kernels.runtime import thread_count
 from coli_server.engine.kernels.tiles import (
     CLAMPED_SWIGLU,
@@ -17,12 +17,11 @@ from coli_server.engine.kernels.tiles import (
     STACK_16,
     STACK_96,
     TILE_1X8,
+    address,
     get_float,
     put_address,
     put_float,
 )
-
-Array = np.ndarray[Any, Any]
 
 ACTIVATION_SILU: Final = 0
 ACTIVATION_CLAMPED_SWIGLU: Final = 1
@@ -97,14 +96,7 @@ class ExpertShape:
 
 
 @njit(nogil=True, cache=True)
-def _four_rows(table, at, base, stride, row, rows):  # type: ignore[no-untyped-def]
-    """Entries at..at + 3 of a table: addresses of four rows from `row` on (the last again past the end)."""
-    for j in range(4):
-        put_address(table, at + j, base + min(row + j, rows - 1) * stride)
-
-
-@njit(nogil=True, cache=True)
-def _activate(activation, gate, up, out, n, scalars):  # type: ignore[no-untyped-def]
+def _activate(activation: int, gate: int, up: int, out: int, n: int, scalars: Array) -> None:
     if activation == 0:
         SILU(gate, up, out, n, scalars[0], scalars[1])
     elif activation == 1:
@@ -114,107 +106,129 @@ def _activate(activation, gate, up, out, n, scalars):  # type: ignore[no-untyped
 
 
 @njit(nogil=True, cache=True)
-def _add_bias(bias, stride, first, n, out):  # type: ignore[no-untyped-def]
+def _add_bias(bias: int, stride: int, first: int, n: int, out: int) -> None:
     for i in range(n):
         put_float(out, i, get_float(out, i) + get_float(bias, (first + i) * stride))
 
 
 @njit(nogil=True, cache=True)
-def _gate_up(tag, x, pair_token, begin, end, slot, layout, scalars, h, row):  # type: ignore[no-untyped-def]
+def _gate_up(
+    tag: Tag,
+    x: Array,
+    pair_token: Array,
+    begin: int,
+    end: int,
+    slot: int,
+    layout: Array,
+    scalars: Array,
+    h: Array,
+    row: int,
+) -> None:
     """h[begin:end, row:row + 16] of one expert."""
     d, f = layout[0], layout[1]
-    gate, up = slot + layout[2], slot + layout[3]
-    xs, ys, us, ws = STACK_16(), STACK_16(), STACK_16(), STACK_8()
+    xs, gs, us, ws = STACK_16(), STACK_16(), STACK_16(), STACK_8()
     gates, ups = STACK_96(), STACK_96()
     width = min(_BLOCK, f - row)
     for first in range(begin, end, ROWS_AT_ONCE):
         pairs = min(ROWS_AT_ONCE, end - first)
         for p in range(pairs):
-            put_address(xs, p, x.ctypes.data + pair_token[first + p] * x.strides[0])
+            put_address(xs, p, address(x) + pair_token[first + p] * x.strides[0])
+            put_address(gs, p, gates + 64 * p)
+            put_address(us, p, ups + 64 * p)
+        if pairs == 1:
+            put_address(gs, 1, ups)
         for n in range(0, width, 4):
-            _four_rows(ws, 0, gate, layout[5], row + n, f)
-            _four_rows(ws, 4, up, layout[6], row + n, f)
+            four_rows(ws, slot + layout[2], layout[5], row + n, f)
+            four_rows(ws + 32, slot + layout[3], layout[6], row + n, f)
             if pairs == 1:
-                put_address(ys, 0, gates + 4 * n)
-                put_address(ys, 1, ups + 4 * n)
-                TILE_1X8(tag, xs, ws, ys, d, 4)
-                continue
-            for p in range(pairs):
-                put_address(ys, p, gates + 64 * p + 4 * n)
-                put_address(us, p, ups + 64 * p + 4 * n)
-            tiles_of_four(tag, xs, ws, ys, pairs, d, 4)
-            tiles_of_four(tag, xs, ws + 32, us, pairs, d, 4)
+                TILE_1X8(tag, xs, ws, gs, 4 * n, d, 4)
+            else:
+                tiles_of_four(tag, xs, ws, gs, 4 * n, pairs, d, np.int64(4))
+                tiles_of_four(tag, xs, ws + 32, us, 4 * n, pairs, d, np.int64(4))
         for p in range(pairs):
             if layout[8] >= 0:
                 _add_bias(slot + layout[8], layout[11], row, width, gates + 64 * p)
             if layout[9] >= 0:
                 _add_bias(slot + layout[9], layout[12], row, width, ups + 64 * p)
-            out = h.ctypes.data + (first + p) * h.strides[0] + 4 * row
+            out = address(h) + (first + p) * h.strides[0] + 4 * row
             _activate(layout[14], gates + 64 * p, ups + 64 * p, out, width, scalars)
 
 
 @njit(nogil=True, cache=True)
-def _down(tag, h, begin, end, slot, layout, y, pair_out, row):  # type: ignore[no-untyped-def]
+def _down(
+    tag: Tag, h: Array, begin: int, end: int, slot: int, layout: Array, y: Array, pair_out: Array, row: int
+) -> None:
     """y[pair_out[begin:end], row:row + 64] of one expert."""
     d, f = layout[0], layout[1]
-    down = slot + layout[4]
+    down, stride = slot + layout[4], layout[7]
     xs, ys, ws = STACK_16(), STACK_16(), STACK_8()
     stop = min(d, row + _DOWN_BLOCK)
     for first in range(begin, end, ROWS_AT_ONCE):
         pairs = min(ROWS_AT_ONCE, end - first)
         for p in range(pairs):
-            put_address(xs, p, h.ctypes.data + (first + p) * h.strides[0])
-        n = row
-        while pairs == 1 and n + 8 <= stop:
-            _four_rows(ws, 0, down, layout[7], n, d)
-            _four_rows(ws, 4, down, layout[7], n + 4, d)
-            out = y.ctypes.data + pair_out[first] * y.strides[0] + 4 * n
-            put_address(ys, 0, out)
-            put_address(ys, 1, out + 16)
-            TILE_1X8(tag, xs, ws, ys, f, 4)
-            n += 8
-        while n < stop:
-            _four_rows(ws, 0, down, layout[7], n, d)
-            for p in range(pairs):
-                put_address(ys, p, y.ctypes.data + pair_out[first + p] * y.strides[0] + 4 * n)
-            tiles_of_four(tag, xs, ws, ys, pairs, f, min(4, stop - n))
-            n += 4
+            put_address(xs, p, address(h) + (first + p) * h.strides[0])
+            put_address(ys, p, address(y) + pair_out[first + p] * y.strides[0])
+        if pairs == 1:
+            out = address(y) + pair_out[first] * y.strides[0]
+            one_row(tag, address(h) + first * h.strides[0], down, stride, f, out, row, stop, d)
+        else:
+            for n in range(row, stop, 4):
+                four_rows(ws, down, stride, n, d)
+                tiles_of_four(tag, xs, ws, ys, 4 * n, pairs, f, min(4, stop - n))
         if layout[10] >= 0:
             for p in range(pairs):
-                out = y.ctypes.data + pair_out[first + p] * y.strides[0] + 4 * row
+                out = address(y) + pair_out[first + p] * y.strides[0] + 4 * row
                 _add_bias(slot + layout[10], layout[13], row, stop - row, out)
 
 
 @njit(nogil=True, cache=True)
-def _gate_up_task(  # type: ignore[no-untyped-def]
-    task, blocks, tag, x, pair_token, group_start, slot_address, layout, scalars, h
-):
-    g = task // blocks
-    _gate_up(
-        tag,
-        x,
-        pair_token,
-        group_start[g],
-        group_start[g + 1],
-        slot_address[g],
-        layout,
-        scalars,
-        h,
-        task % blocks * _BLOCK,
-    )
+def _gate_up_task(
+    task: int,
+    blocks: int,
+    tag: Tag,
+    x: Array,
+    pair_token: Array,
+    group_start: Array,
+    slot_address: Array,
+    layout: Array,
+    scalars: Array,
+    h: Array,
+) -> None:
+    g, row = task // blocks, task % blocks * _BLOCK
+    begin, end = group_start[g], group_start[g + 1]
+    _gate_up(tag, x, pair_token, begin, end, slot_address[g], layout, scalars, h, row)
 
 
 @njit(nogil=True, cache=True)
-def _down_task(task, blocks, tag, h, group_start, slot_address, layout, y, pair_out):  # type: ignore[no-untyped-def]
-    g = task // blocks
-    row = task % blocks * _DOWN_BLOCK
+def _down_task(
+    task: int,
+    blocks: int,
+    tag: Tag,
+    h: Array,
+    group_start: Array,
+    slot_address: Array,
+    layout: Array,
+    y: Array,
+    pair_out: Array,
+) -> None:
+    g, row = task // blocks, task % blocks * _DOWN_BLOCK
     _down(tag, h, group_start[g], group_start[g + 1], slot_address[g], layout, y, pair_out, row)
 
 
 @njit(nogil=True, cache=True, parallel=True)
-def _experts(  # type: ignore[no-untyped-def]
-    tag, x, pair_token, group_start, slot_address, layout, scalars, h, y, pair_out, threads
-):
+def _experts(
+    tag: Tag,
+    x: Array,
+    pair_token: Array,
+    group_start: Array,
+    slot_address: Array,
+    layout: Array,
+    scalars: Array,
+    h: Array,
+    y: Array,
+    pair_out: Array,
+    threads: int,
+) -> None:
     groups = slot_address.shape[0]
     pairs = group_start[groups] - group_start[0]
     up_blocks = (layout[1] + _BLOCK - 1) // _BLOCK

@@ -23,6 +23,9 @@ class Kind(IntEnum):
     F32 = 2
 
 
+Array = np.ndarray[Any, Any]
+Tag = Any
+
 TAGS: Final[dict[int, Any]] = {Kind.BF16: np.uint16(0), Kind.F16: np.int16(0), Kind.F32: np.float32(0)}
 ITEM_BYTES: Final[dict[int, int]] = {Kind.BF16: 2, Kind.F16: 2, Kind.F32: 4}
 

@@ -1,11 +1,9 @@
 """Products of activations with weight matrices stored as the checkpoint has them."""
 
-from typing import Any
-
 import numpy as np
 from numba import njit, prange
 
-from coli_server.engine.kernels.formats import TAGS
+from coli_server.engine.kernels.formats import TAGS, Array, Tag
 from coli_server.engine.kernels.runtime import thread_count
 from coli_server.engine.kernels.tiles import (
     STACK_8,
@@ -13,12 +11,12 @@ from coli_server.engine.kernels.tiles import (
     TILE_1X4,
     TILE_1X8,
     TILE_2X4,
+    TILE_3X4,
     TILE_4X4,
     TILE_6X4,
+    address,
     put_address,
 )
-
-Array = np.ndarray[Any, Any]
 
 ROWS_AT_ONCE = 12
 """Rows of x that meet a panel of weights together: two tall tiles, few enough to stay in the first cache."""
@@ -33,85 +31,93 @@ NO_BIAS: Array = np.zeros(0, np.float32)
 
 
 @njit(nogil=True, cache=True)
-def tiles_of_four(tag, xs, ws, ys, rows, k, valid):  # type: ignore[no-untyped-def]
-    """Products of all `rows` rows with four weight rows, by the tallest tiles that fit."""
-    i = 0
-    while i + 6 <= rows:
-        TILE_6X4(tag, xs + 8 * i, ws, ys + 8 * i, k, valid)
-        i += 6
-    if i + 4 <= rows:
-        TILE_4X4(tag, xs + 8 * i, ws, ys + 8 * i, k, valid)
-        i += 4
-    if i + 2 <= rows:
-        TILE_2X4(tag, xs + 8 * i, ws, ys + 8 * i, k, valid)
-        i += 2
-    if i < rows:
-        TILE_1X4(tag, xs + 8 * i, ws, ys + 8 * i, k, valid)
+def four_rows(table: int, base: int, stride: int, row: int, rows: int) -> None:
+    """Put the addresses of rows row..row + 3 of `rows` into a table (past the end that of the last)."""
+    for j in range(4):
+        put_address(table, j, base + min(row + j, rows - 1) * stride)
 
 
 @njit(nogil=True, cache=True)
-def _one_row(tag, x, w, w_stride, k, y, start, stop):  # type: ignore[no-untyped-def]
-    """y[start:stop] for one row of x: eight weight rows at a time keep the memory busy."""
+def tiles_of_four(tag: Tag, xs: int, ws: int, ys: int, shift: int, rows: int, k: int, valid: int) -> None:
+    """Products of `rows` rows with four weight rows, by the tallest tiles that fit (arguments as theirs)."""
+    i = 0
+    while i + 6 <= rows:
+        TILE_6X4(tag, xs + 8 * i, ws, ys + 8 * i, shift, k, valid)
+        i += 6
+    if i + 4 <= rows:
+        TILE_4X4(tag, xs + 8 * i, ws, ys + 8 * i, shift, k, valid)
+        i += 4
+    elif i + 3 <= rows:
+        TILE_3X4(tag, xs + 8 * i, ws, ys + 8 * i, shift, k, valid)
+        i += 3
+    elif i + 2 <= rows:
+        TILE_2X4(tag, xs + 8 * i, ws, ys + 8 * i, shift, k, valid)
+        i += 2
+    if i < rows:
+        TILE_1X4(tag, xs + 8 * i, ws, ys + 8 * i, shift, k, valid)
+
+
+@njit(nogil=True, cache=True)
+def one_row(tag: Tag, x: int, w: int, stride: int, k: int, y: int, start: int, stop: int, rows: int) -> None:
+    """y[start:stop], all addresses, for one row of x and a matrix of `rows` rows.
+
+    Eight weight rows at a time keep the memory busy.
+    """
     xs, ws, ys = STACK_8(), STACK_8(), STACK_8()
     put_address(xs, 0, x)
+    put_address(ys, 0, y)
+    put_address(ys, 1, y + 16)
     n = start
     while n + 8 <= stop:
-        for j in range(8):
-            put_address(ws, j, w + (n + j) * w_stride)
-        put_address(ys, 0, y + 4 * n)
-        put_address(ys, 1, y + 4 * n + 16)
-        TILE_1X8(tag, xs, ws, ys, k, 4)
+        four_rows(ws, w, stride, n, rows)
+        four_rows(ws + 32, w, stride, n + 4, rows)
+        TILE_1X8(tag, xs, ws, ys, 4 * n, k, 4)
         n += 8
     while n < stop:
-        valid = min(4, stop - n)
-        for j in range(4):
-            put_address(ws, j, w + (n + min(j, valid - 1)) * w_stride)
-        put_address(ys, 0, y + 4 * n)
-        TILE_1X4(tag, xs, ws, ys, k, valid)
+        four_rows(ws, w, stride, n, rows)
+        TILE_1X4(tag, xs, ws, ys, 4 * n, k, min(4, stop - n))
         n += 4
 
 
 @njit(nogil=True, cache=True)
-def _block(tag, x, rows, w, w_stride, k, y, y_stride, start, stop):  # type: ignore[no-untyped-def]
-    """y[:rows, start:stop]; all but the last of several blocks must be a multiple of 4 wide."""
+def _block(
+    tag: Tag, x: int, rows: int, w: int, w_stride: int, k: int, y: int, y_stride: int, start: int, stop: int
+) -> None:
+    """y[:rows, start:stop], all addresses."""
     if rows == 1:
-        _one_row(tag, x, w, w_stride, k, y, start, stop)
+        one_row(tag, x, w, w_stride, k, y, start, stop, stop)
         return
     xs, ws, ys = STACK_16(), STACK_8(), STACK_16()
     for panel in range(start, stop, _PANEL):
-        panel_stop = min(stop, panel + _PANEL)
         for first in range(0, rows, ROWS_AT_ONCE):
             count = min(ROWS_AT_ONCE, rows - first)
             for i in range(count):
                 put_address(xs, i, x + (first + i) * k * 4)
-            for n in range(panel, panel_stop, 4):
-                valid = min(4, stop - n)
-                for j in range(4):
-                    put_address(ws, j, w + (n + min(j, valid - 1)) * w_stride)
-                for i in range(count):
-                    put_address(ys, i, y + (first + i) * y_stride + 4 * n)
-                tiles_of_four(tag, xs, ws, ys, count, k, valid)
+                put_address(ys, i, y + (first + i) * y_stride)
+            for n in range(panel, min(stop, panel + _PANEL), 4):
+                four_rows(ws, w, w_stride, n, stop)
+                tiles_of_four(tag, xs, ws, ys, 4 * n, count, k, min(4, stop - n))
 
 
 @njit(nogil=True, cache=True)
-def _add_bias(out, bias):  # type: ignore[no-untyped-def]
+def _add_bias(out: Array, bias: Array) -> None:
     for t in range(out.shape[0]):
         for n in range(out.shape[1]):
             out[t, n] += bias[n]
 
 
 @njit(nogil=True, cache=True, parallel=True)
-def _linear(tag, x, w, bias, out, parts):  # type: ignore[no-untyped-def]
+def _linear(tag: Tag, x: Array, w: Array, bias: Array, out: Array, threads: int) -> None:
     rows, k = x.shape
     n = w.shape[0]
-    xp, wp, yp = x.ctypes.data, w.ctypes.data, out.ctypes.data
+    xp, wp, yp = address(x), address(w), address(out)
     w_stride, y_stride = w.strides[0], out.strides[0]
-    if parts == 1 or rows * n * k < SERIAL_WORK:
-        _block(tag, xp, rows, wp, w_stride, k, yp, y_stride, 0, n)
+    if threads == 1 or rows * n * k < SERIAL_WORK:
+        _block(tag, xp, rows, wp, w_stride, k, yp, y_stride, np.int64(0), n)
     else:
-        width = (n + parts * 8 - 1) // (parts * 8) * 8
-        for part in prange(parts):
-            start, stop = part * width, min(n, (part + 1) * width)
+        width = (n + threads * 8 - 1) // (threads * 8) * 8
+        for thread in prange(threads):
+            start, stop = thread * width, min(n, (thread + 1) * width)
             if start < stop:
                 _block(tag, xp, rows, wp, w_stride, k, yp, y_stride, start, stop)
     if bias.shape[0] > 0:
@@ -135,18 +141,20 @@ def linear(x: Array, w: Array, kind: int, bias: Array | None = None, out: Array 
 
 
 @njit(nogil=True, cache=True, parallel=True)
-def _linear_heads(tag, x, w, out, serial):  # type: ignore[no-untyped-def]
+def _linear_heads(tag: Tag, x: Array, w: Array, out: Array, threads: int) -> None:
     heads, rows, k = x.shape
     n = w.shape[1]
-    xp, wp, yp = x.ctypes.data, w.ctypes.data, out.ctypes.data
+    xp, wp, yp = address(x), address(w), address(out)
     x_size, w_size, y_size = x.strides[0], w.strides[0], out.strides[0]
-    w_stride, y_stride = w.strides[1], out.strides[1]
-    if serial or heads * rows * n * k < SERIAL_WORK:
+    w_stride, y_stride, start = w.strides[1], out.strides[1], np.int64(0)
+    if threads == 1 or heads * rows * n * k < SERIAL_WORK:
         for h in range(heads):
-            _block(tag, xp + h * x_size, rows, wp + h * w_size, w_stride, k, yp + h * y_size, y_stride, 0, n)
+            to = yp + h * y_size
+            _block(tag, xp + h * x_size, rows, wp + h * w_size, w_stride, k, to, y_stride, start, n)
     else:
         for h in prange(heads):
-            _block(tag, xp + h * x_size, rows, wp + h * w_size, w_stride, k, yp + h * y_size, y_stride, 0, n)
+            to = yp + h * y_size
+            _block(tag, xp + h * x_size, rows, wp + h * w_size, w_stride, k, to, y_stride, start, n)
 
 
 def linear_heads(x: Array, w: Array, kind: int) -> Array:
@@ -160,5 +168,5 @@ def linear_heads(x: Array, w: Array, kind: int) -> Array:
     if x.shape[0] != w.shape[0] or x.shape[2] != w.shape[2]:
         raise ValueError(f"x {x.shape} and w {w.shape} do not fit together")
     out = np.empty((x.shape[0], x.shape[1], w.shape[1]), np.float32)
-    _linear_heads(TAGS[kind], x, w, out, thread_count() == 1)
+    _linear_heads(TAGS[kind], x, w, out, thread_count())
     return out

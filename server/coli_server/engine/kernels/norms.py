@@ -1,19 +1,16 @@
 """Row-wise functions: norms, gated activation, the weighted sum of expert outputs."""
 
-from typing import Any
-
 import numpy as np
 from numba import njit
 
-from coli_server.engine.kernels.tiles import SILU, lane_sum, lane_sum_squares
-
-Array = np.ndarray[Any, Any]
+from coli_server.engine.kernels.formats import Array
+from coli_server.engine.kernels.tiles import SILU, address, lane_sum, lane_sum_squares
 
 
 @njit(nogil=True, cache=True)
-def _rms_norm(x, weight, eps, out):  # type: ignore[no-untyped-def]
+def _rms_norm(x: Array, weight: Array, eps: float, out: Array) -> None:
     rows, width = x.shape
-    xp = x.ctypes.data
+    xp = address(x)
     for t in range(rows):
         mean = lane_sum_squares(xp + t * x.strides[0], width) / np.float32(width)
         factor = np.float32(1.0) / np.sqrt(mean + np.float32(eps))
@@ -22,9 +19,9 @@ def _rms_norm(x, weight, eps, out):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _layer_norm(x, weight, bias, eps, out):  # type: ignore[no-untyped-def]
+def _layer_norm(x: Array, weight: Array, bias: Array, eps: float, out: Array) -> None:
     rows, width = x.shape
-    xp, op = x.ctypes.data, out.ctypes.data
+    xp, op = address(x), address(out)
     for t in range(rows):
         mean = lane_sum(xp + t * x.strides[0], width) / np.float32(width)
         for d in range(width):
@@ -36,12 +33,12 @@ def _layer_norm(x, weight, bias, eps, out):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _silu_mul(gate, up, out):  # type: ignore[no-untyped-def]
-    SILU(gate.ctypes.data, up.ctypes.data, out.ctypes.data, gate.size, np.float32(0), np.float32(0))
+def _silu_mul(gate: Array, up: Array, out: Array) -> None:
+    SILU(address(gate), address(up), address(out), gate.size, np.float32(0), np.float32(0))
 
 
 @njit(nogil=True, cache=True)
-def _combine(y, weights, out):  # type: ignore[no-untyped-def]
+def _combine(y: Array, weights: Array, out: Array) -> None:
     tokens, k = weights.shape
     for t in range(tokens):
         for r in range(k):

@@ -1,15 +1,12 @@
 """Rotary position embedding."""
 
-from typing import Any
-
-import numpy as np
 from numba import njit
 
-Array = np.ndarray[Any, Any]
+from coli_server.engine.kernels.formats import Array
 
 
 @njit(nogil=True, cache=True)
-def _rotate_halves(x, cos, sin):  # type: ignore[no-untyped-def]
+def _rotate_halves(x: Array, cos: Array, sin: Array) -> None:
     half = cos.shape[1]
     for t in range(x.shape[0]):
         for h in range(x.shape[1]):
@@ -20,7 +17,7 @@ def _rotate_halves(x, cos, sin):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _rotate_pairs(x, cos, sin):  # type: ignore[no-untyped-def]
+def _rotate_pairs(x: Array, cos: Array, sin: Array) -> None:
     for t in range(x.shape[0]):
         for h in range(x.shape[1]):
             for d in range(cos.shape[1]):

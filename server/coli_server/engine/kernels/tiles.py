@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import make_array
 
 from coli_server.engine.kernels import lanes as ln
 from coli_server.engine.kernels.formats import format_of
@@ -20,47 +21,36 @@ from coli_server.engine.kernels.formats import format_of
 def _tile(rows: int, columns: int) -> Any:
     """The products of `rows` rows of x with `columns` rows of w (a multiple of 4), all of length k.
 
-    tile(tag, xs, ws, ys, k, valid): xs and ws are addresses of tables of row addresses, int64 [rows] and
-    [columns]; ys of a table of result addresses, int64 [rows, columns / 4]: each takes four float32, or the
-    first `valid` of them. Every product has its own accumulator of 16 lanes, added to in steps of 16 along k.
+    tile(tag, xs, ws, ys, shift, k, valid): xs and ws are addresses of tables of row addresses, int64 [rows]
+    and [columns]; ys of a table of result addresses, int64 [rows, columns / 4], to each of which `shift`
+    bytes are added: each takes four float32, or the first `valid` of them. Every product has its own
+    accumulator of 16 lanes, added to in steps of 16 along k.
     """
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def tile(_context: Any, tag: Any, xs: Any, ws: Any, ys: Any, k: Any, valid: Any) -> Any:
+    @intrinsic
+    def tile(_context: Any, tag: Any, xs: Any, ws: Any, ys: Any, shift: Any, k: Any, valid: Any) -> Any:
         weights = format_of(tag)
 
         def generate(context: Any, b: Any, _signature: Any, args: Any) -> Any:
-            _, xs, ws, ys, k, valid = args
+            _, xs, ws, ys, shift, k, valid = args
             x_rows, w_rows = _addresses(b, xs, rows), _addresses(b, ws, columns)
-            zero = ln.constant(ln.vector(ln.F32), 0.0)
-            sums = [[cgutils.alloca_once(b, zero.type) for _ in w_rows] for _ in x_rows]
-            for row in sums:
-                for cell in row:
-                    b.store(zero, cell)
+            sums = [[_accumulator(b) for _ in w_rows] for _ in x_rows]
 
-            def step(offset: Any, mask: Any = None) -> None:
+            def step(offset: Any, mask: Any) -> None:
                 x_offset, w_offset = (b.mul(offset, ln.I64(size)) for size in (4, weights.item_bytes))
-                x = [_load_x(b, b.add(row, x_offset), mask) for row in x_rows]
+                x = [_load(b, b.add(row, x_offset), mask) for row in x_rows]
                 for j, row in enumerate(w_rows):
                     w = weights.load(b, b.add(row, w_offset), mask)
                     for i in range(rows):
                         b.store(ln.fma(b, x[i], w, b.load(sums[i][j])), sums[i][j])
 
-            full = b.and_(k, ln.I64(-ln.LANES))
-            with cgutils.for_range_slice(b, ln.I64(0), full, ln.I64(ln.LANES), ln.I64) as (offset, _):
-                step(offset)
-            rest = b.sub(k, full)
-            with b.if_then(b.icmp_signed(">", rest, ln.I64(0)), likely=False):
-                step(full, ln.first_lanes(b, rest))
-            results = [
-                ln.sum_four(b, [b.load(cell) for cell in row[j : j + 4]])
-                for row in sums
-                for j in range(0, columns, 4)
-            ]
-            _store_quads(b, results, _addresses(b, ys, len(results)), valid)
+            _each_step(b, k, step, unroll=(4,))
+            quads = [[b.load(cell) for cell in row[j : j + 4]] for row in sums for j in range(0, columns, 4)]
+            results = [ln.sum_four(b, quad) for quad in quads]
+            _store_quads(b, results, [b.add(y, shift) for y in _addresses(b, ys, len(results))], valid)
             return context.get_dummy_value()
 
-        return types.void(tag, *[types.int64] * 5), generate
+        return types.void(tag, *[types.int64] * 6), generate
 
     return tile
 
@@ -69,9 +59,38 @@ def _addresses(b: Any, table: Any, count: int) -> list[Any]:
     return [ln.load(b, b.add(table, ln.I64(8 * i)), ln.I64) for i in range(count)]
 
 
-def _load_x(b: Any, address: Any, mask: Any) -> Any:
+def _accumulator(b: Any) -> Any:
+    return cgutils.alloca_once_value(b, ln.constant(ln.vector(ln.F32), 0.0))
+
+
+def _load(b: Any, address: Any, mask: Any) -> Any:
     kind = ln.vector(ln.F32)
     return ln.load(b, address, kind) if mask is None else ln.load_masked(b, address, kind, mask)
+
+
+def _store(b: Any, value: Any, address: Any, mask: Any) -> None:
+    if mask is None:
+        ln.store(b, value, address)
+    else:
+        ln.store_masked(b, value, address, mask)
+
+
+def _each_step(b: Any, n: Any, body: Callable[[Any, Any], None], unroll: tuple[int, ...] = ()) -> None:
+    """Run body(offset, mask) for every 16 of n elements: without a mask, then once with one for the rest.
+
+    `unroll` are the numbers of steps to run as one as long as so many are left, falling.
+    """
+    done = ln.I64(0)
+    for steps in (*unroll, 1):
+        size = ln.LANES * steps
+        until = b.and_(n, ln.I64(-size))
+        with cgutils.for_range_slice(b, done, until, ln.I64(size), ln.I64) as (offset, _):
+            for step in range(steps):
+                body(b.add(offset, ln.I64(ln.LANES * step)), None)
+        done = until
+    rest = b.sub(n, done)
+    with b.if_then(b.icmp_signed(">", rest, ln.I64(0)), likely=False):
+        body(done, ln.first_lanes(b, rest))
 
 
 def _store_quads(b: Any, quads: list[Any], addresses: list[Any], valid: Any) -> None:
@@ -88,6 +107,7 @@ def _store_quads(b: Any, quads: list[Any], addresses: list[Any], valid: Any) -> 
 TILE_1X4 = _tile(1, 4)
 TILE_1X8 = _tile(1, 8)
 TILE_2X4 = _tile(2, 4)
+TILE_3X4 = _tile(3, 4)
 TILE_4X4 = _tile(4, 4)
 TILE_6X4 = _tile(6, 4)
 
@@ -95,7 +115,7 @@ TILE_6X4 = _tile(6, 4)
 def _stack(words: int) -> Any:
     """The address of `words` * 8 bytes on the stack of the calling function, aligned to 64 bytes."""
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def stack(_context: Any) -> Any:
         def generate(_context: Any, b: Any, _signature: Any, _args: Any) -> Any:
             with b.goto_entry_block():
@@ -110,13 +130,22 @@ def _stack(words: int) -> Any:
 
 STACK_8 = _stack(8)
 STACK_16 = _stack(16)
-STACK_48 = _stack(48)
+STACK_64 = _stack(64)
 STACK_96 = _stack(96)
-STACK_128 = _stack(128)
 STACK_384 = _stack(384)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
+def address(_context: Any, array: Any) -> Any:
+    """Where an array's data begins, as int64 (`ctypes.data` is unsigned and would turn sums into float64)."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.ptrtoint(make_array(signature.args[0])(context, b, args[0]).data, ln.I64)
+
+    return types.int64(array), generate
+
+
+@intrinsic
 def put_address(_context: Any, address: Any, index: Any, value: Any) -> Any:
     """table[index] = value, for a table of int64 at `address`."""
 
@@ -128,7 +157,7 @@ def put_address(_context: Any, address: Any, index: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def get_float(_context: Any, address: Any, index: Any) -> Any:
     """float32 number `index` from `address` on."""
 
@@ -138,7 +167,7 @@ def get_float(_context: Any, address: Any, index: Any) -> Any:
     return types.float32(types.int64, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def put_float(_context: Any, address: Any, index: Any, value: Any) -> Any:
     """Store a float32 as number `index` from `address` on."""
 
@@ -149,13 +178,13 @@ def put_float(_context: Any, address: Any, index: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64, types.float32), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def lane_sum(_context: Any, x: Any, n: Any) -> Any:
     """The sum of n float32 from address x on, in the fixed order of 16 lanes."""
     return types.float32(types.int64, types.int64), _reduction(lambda b, total, v: b.fadd(total, v))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def lane_sum_squares(_context: Any, x: Any, n: Any) -> Any:
     """The sum of the squares of n float32 from address x on, in the fixed order of 16 lanes."""
     return types.float32(types.int64, types.int64), _reduction(lambda b, total, v: ln.fma(b, v, v, total))
@@ -164,47 +193,31 @@ def lane_sum_squares(_context: Any, x: Any, n: Any) -> Any:
 def _reduction(add: Callable[[Any, Any, Any], Any]) -> Any:
     def generate(_context: Any, b: Any, _signature: Any, args: Any) -> Any:
         x, n = args
-        total = cgutils.alloca_once(b, ln.vector(ln.F32))
-        b.store(ln.constant(ln.vector(ln.F32), 0.0), total)
+        total = _accumulator(b)
 
-        def body(offset: Any, mask: Any) -> None:
-            v = _load_x(b, b.add(x, b.mul(offset, ln.I64(4))), mask)
-            b.store(add(b, b.load(total), v), total)
+        def step(offset: Any, mask: Any) -> None:
+            b.store(add(b, b.load(total), _load(b, b.add(x, b.mul(offset, ln.I64(4))), mask)), total)
 
-        _each_step(b, n, body)
+        _each_step(b, n, step)
         return ln.sum_lanes(b, b.load(total))
 
     return generate
 
 
-def _each_step(b: Any, n: Any, body: Callable[[Any, Any], None]) -> None:
-    """Run body(offset, mask) for every 16 of n elements: without a mask, then once with one for the rest."""
-    full = b.and_(n, ln.I64(-ln.LANES))
-    with cgutils.for_range_slice(b, ln.I64(0), full, ln.I64(ln.LANES), ln.I64) as (offset, _):
-        body(offset, None)
-    rest = b.sub(n, full)
-    with b.if_then(b.icmp_signed(">", rest, ln.I64(0))):
-        body(full, ln.first_lanes(b, rest))
-
-
 def _gated(activate: Callable[[Any, Any, Any, Any, Any], Any]) -> Any:
     """gated(gate, up, out, n, alpha, limit): out[i] = activate(gate[i], up[i]), n float32 at each address."""
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def gated(_context: Any, gate: Any, up: Any, out: Any, n: Any, alpha: Any, limit: Any) -> Any:
         def generate(context: Any, b: Any, _signature: Any, args: Any) -> Any:
             gate, up, out, n, alpha, limit = args
             alpha, limit = ln.splat(b, alpha), ln.splat(b, limit)
 
-            def body(offset: Any, mask: Any) -> None:
+            def step(offset: Any, mask: Any) -> None:
                 g, u, to = (b.add(base, b.mul(offset, ln.I64(4))) for base in (gate, up, out))
-                value = activate(b, _load_x(b, g, mask), _load_x(b, u, mask), alpha, limit)
-                if mask is None:
-                    ln.store(b, value, to)
-                else:
-                    ln.store_masked(b, value, to, mask)
+                _store(b, activate(b, _load(b, g, mask), _load(b, u, mask), alpha, limit), to, mask)
 
-            _each_step(b, n, body)
+            _each_step(b, n, step)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 4, types.float32, types.float32), generate
@@ -240,67 +253,117 @@ CLAMPED_SWIGLU = _gated(_clamped_swiglu)
 GELU_TANH = _gated(_gelu_tanh)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def softmax_step(_context: Any, scores: Any, count: Any, scale: Any, state: Any) -> Any:
-    """Fold the first `count` of 16 scores into a running softmax; gives the factor for all summed before.
+@intrinsic
+def softmax_step(_context: Any, scores: Any, first: Any, stop: Any, scale: Any, state: Any) -> Any:
+    """Fold scores first..stop - 1 of a block into a running softmax.
 
-    `scores` becomes exp(scale * score - maximum), 0 beyond count. `state` is the address of two float32, the
-    running maximum and the running denominator.
-    """
-
-    def generate(_context: Any, b: Any, _signature: Any, args: Any) -> Any:
-        scores, count, scale, state = args
-        kind = ln.vector(ln.F32)
-        z = b.fmul(ln.load(b, scores, kind), ln.splat(b, scale))
-        z = b.select(ln.first_lanes(b, count), z, ln.constant(kind, float("-inf")))
-        before, total = ln.load(b, state, ln.F32), b.add(state, ln.I64(4))
-        most = ln.larger(b, before, ln.fold(b, z, ln.larger))
-        p = ln.exp(b, b.fsub(z, ln.splat(b, most)))
-        factor = b.extract_element(ln.exp(b, ln.splat(b, b.fsub(before, most))), ln.I32(0))
-        ln.store(b, p, scores)
-        ln.store(b, most, state)
-        ln.store(b, b.fadd(b.fmul(ln.load(b, total, ln.F32), factor), ln.sum_lanes(b, p)), total)
-        return factor
-
-    return types.float32(types.int64, types.int64, types.float32, types.int64), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def weighted_rows(_context: Any, p: Any, rows: Any, count: Any, n: Any, out: Any, factor: Any) -> Any:
-    """out[d] = factor * out[d] + sum over j of p[j] * rows[j][d], j in order; d < n, j < count.
-
-    p and out are addresses of float32, rows of a table of `count` row addresses.
+    `scores` is the address of the block, a whole number of 16 float32; up to the 16 that hold stop - 1 they
+    become exp(scale * score - maximum), and 0 before `first` and from `stop` on. `state` is the address of
+    three float32: running maximum, running denominator, and the factor by which all earlier terms shrink.
     """
 
     def generate(context: Any, b: Any, _signature: Any, args: Any) -> Any:
-        p, rows, count, n, out, factor = args
-        kind, factor = ln.vector(ln.F32), ln.splat(b, factor)
+        scores, first, stop, scale, state = args
+        kind, numbers = ln.vector(ln.F32), ln.vector(ln.I64)
+        lowest = ln.constant(kind, float("-inf"))
+        first, stop_lanes, scale = ln.splat(b, first), ln.splat(b, stop), ln.splat(b, scale)
+        maximum, total, factor = (b.add(state, ln.I64(4 * i)) for i in range(3))
+        before = ln.load(b, maximum, ln.F32)
+        largest, summed = cgutils.alloca_once_value(b, lowest), _accumulator(b)
 
-        def block(first: Any, vectors: int, mask: Any = None) -> None:
-            offsets = [b.add(b.mul(first, ln.I64(4)), ln.I64(64 * v)) for v in range(vectors)]
-            sums = [cgutils.alloca_once(b, kind) for _ in offsets]
-            for cell, offset in zip(sums, offsets, strict=True):
-                b.store(b.fmul(_load_x(b, b.add(out, offset), mask), factor), cell)
-            with cgutils.for_range(b, count) as loop:
-                weight = ln.splat(b, ln.load(b, b.add(p, b.mul(loop.index, ln.I64(4))), ln.F32))
-                row = ln.load(b, b.add(rows, b.mul(loop.index, ln.I64(8))), ln.I64)
-                for cell, offset in zip(sums, offsets, strict=True):
-                    b.store(ln.fma(b, weight, _load_x(b, b.add(row, offset), mask), b.load(cell)), cell)
-            for cell, offset in zip(sums, offsets, strict=True):
-                if mask is None:
-                    ln.store(b, b.load(cell), b.add(out, offset))
-                else:
-                    ln.store_masked(b, b.load(cell), b.add(out, offset), mask)
+        def each(body: Callable[[Any, Any], None]) -> None:
+            with cgutils.for_range_slice(b, ln.I64(0), stop, ln.I64(ln.LANES), ln.I64) as (offset, _):
+                body(offset, b.add(scores, b.mul(offset, ln.I64(4))))
 
-        wide = b.and_(n, ln.I64(-64))
-        with cgutils.for_range_slice(b, ln.I64(0), wide, ln.I64(64), ln.I64) as (first, _):
-            block(first, 4)
-        full = b.and_(n, ln.I64(-ln.LANES))
-        with cgutils.for_range_slice(b, wide, full, ln.I64(ln.LANES), ln.I64) as (first, _):
-            block(first, 1)
-        rest = b.sub(n, full)
-        with b.if_then(b.icmp_signed(">", rest, ln.I64(0))):
-            block(full, 1, ln.first_lanes(b, rest))
+        def weigh(offset: Any, address: Any) -> None:
+            lanes = b.add(ln.splat(b, offset), ir.Constant(numbers, list(range(ln.LANES))))
+            inside = b.and_(b.icmp_signed(">=", lanes, first), b.icmp_signed("<", lanes, stop_lanes))
+            z = b.select(inside, b.fmul(ln.load(b, address, kind), scale), lowest)
+            ln.store(b, z, address)
+            b.store(ln.larger(b, b.load(largest), z), largest)
+
+        each(weigh)
+        most = ln.larger(b, before, ln.fold(b, b.load(largest), ln.larger))
+
+        def exponentiate(_offset: Any, address: Any) -> None:
+            p = ln.exp(b, b.fsub(ln.load(b, address, kind), ln.splat(b, most)))
+            ln.store(b, p, address)
+            b.store(b.fadd(b.load(summed), p), summed)
+
+        each(exponentiate)
+        shrink = b.extract_element(ln.exp(b, ln.splat(b, b.fsub(before, most), 4)), ln.I32(0))
+        denominator = b.fadd(b.fmul(ln.load(b, total, ln.F32), shrink), ln.sum_lanes(b, b.load(summed)))
+        for value, address in ((most, maximum), (denominator, total), (shrink, factor)):
+            ln.store(b, value, address)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5, types.float32), generate
+    return types.void(*[types.int64] * 3, types.float32, types.int64), generate
+
+
+def _weighted(heads: int, *widths: int) -> Any:
+    """weighted(p, p_stride, state, rows, first, stop, n, out, out_stride), for `heads` heads that share rows:
+
+    out[h][d] = factor[h] * out[h][d] + the sum over j, in order, of p[h][j] * rows[j][d], for
+    first <= j < stop and d < n. p and out are addresses of float32, heads so many bytes apart; rows of a
+    table of row addresses; the factor is the third of a head's four float32 in `state`. `widths` are the
+    numbers of vectors that are summed at a time.
+    """
+
+    @intrinsic
+    def weighted(
+        _context: Any,
+        p: Any,
+        p_stride: Any,
+        state: Any,
+        rows: Any,
+        first: Any,
+        stop: Any,
+        n: Any,
+        out: Any,
+        out_stride: Any,
+    ) -> Any:
+        def generate(context: Any, b: Any, _signature: Any, args: Any) -> Any:
+            p, p_stride, state, rows, first, stop, n, out, out_stride = args
+            ps = [b.add(p, b.mul(p_stride, ln.I64(h))) for h in range(heads)]
+            outs = [b.add(out, b.mul(out_stride, ln.I64(h))) for h in range(heads)]
+            factors = [
+                ln.splat(b, ln.load(b, b.add(state, ln.I64(16 * h + 8)), ln.F32)) for h in range(heads)
+            ]
+
+            def block(at: Any, count: int, mask: Any) -> None:
+                offsets = [b.add(b.mul(at, ln.I64(4)), ln.I64(64 * v)) for v in range(count)]
+                cells = [[cgutils.alloca_once(b, ln.vector(ln.F32)) for _ in offsets] for _ in outs]
+                for head, factor, sums in zip(outs, factors, cells, strict=True):
+                    for offset, cell in zip(offsets, sums, strict=True):
+                        b.store(b.fmul(_load(b, b.add(head, offset), mask), factor), cell)
+                with cgutils.for_range_slice(b, first, stop, ln.I64(1), ln.I64) as (j, _):
+                    row = ln.load(b, b.add(rows, b.mul(j, ln.I64(8))), ln.I64)
+                    values = [_load(b, b.add(row, offset), mask) for offset in offsets]
+                    for head, sums in zip(ps, cells, strict=True):
+                        weight = ln.splat(b, ln.load(b, b.add(head, b.mul(j, ln.I64(4))), ln.F32))
+                        for value, cell in zip(values, sums, strict=True):
+                            b.store(ln.fma(b, weight, value, b.load(cell)), cell)
+                for head, sums in zip(outs, cells, strict=True):
+                    for offset, cell in zip(offsets, sums, strict=True):
+                        _store(b, b.load(cell), b.add(head, offset), mask)
+
+            done = ln.I64(0)
+            for count in (*widths, 1):
+                until = b.sub(n, b.srem(b.sub(n, done), ln.I64(ln.LANES * count)))
+                with cgutils.for_range_slice(b, done, until, ln.I64(ln.LANES * count), ln.I64) as (at, _):
+                    block(at, count, None)
+                done = until
+            rest = b.sub(n, done)
+            with b.if_then(b.icmp_signed(">", rest, ln.I64(0)), likely=False):
+                block(done, 1, ln.first_lanes(b, rest))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 9), generate
+
+    return weighted
+
+
+WEIGHTED_1 = _weighted(1, 8, 4)
+WEIGHTED_2 = _weighted(2, 4)
+WEIGHTED_3 = _weighted(3, 4)
+WEIGHTED_4 = _weighted(4, 4)

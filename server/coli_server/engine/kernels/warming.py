@@ -7,23 +7,28 @@ import numpy as np
 from coli_server.engine.kernels.attention import attention
 from coli_server.engine.kernels.experts import ExpertShape, experts_ffn
 from coli_server.engine.kernels.formats import ITEM_BYTES, Kind
-from coli_server.engine.kernels.linear import linear
+from coli_server.engine.kernels.linear import linear, linear_heads
 from coli_server.engine.kernels.norms import combine, layer_norm, rms_norm, silu_mul
 from coli_server.engine.kernels.rotary import rope
 
 _ELEMENTS = {2: np.uint16, 4: np.float32}
 
 
-def warm(kinds: Iterable[int] = (Kind.BF16, Kind.F32), expert_kinds: Iterable[int] | None = None) -> None:
+def warm(
+    kinds: Iterable[int] = (Kind.BF16, Kind.F32),
+    expert_kinds: Iterable[int] | None = None,
+    latent: bool = False,
+) -> None:
     """Run every kernel once on tiny arrays of the types that the engine passes, on the calling thread.
 
-    `kinds` are those of the dense weights, `expert_kinds` those of the experts (None: the same). Only types
-    decide what is compiled, so shapes do not matter here.
+    `kinds` are those of matrices, `expert_kinds` those of experts and other feed-forward blocks (None: the
+    same); `latent` says that attention is over latents, with values as a view of the keys. Only types decide
+    what is compiled, so shapes do not matter here.
     """
-    dense = set(kinds)
-    for kind in sorted(dense):
+    matrices = sorted(set(kinds))
+    for kind in matrices:
         linear(_zeros(1, 4), np.zeros((4, 4), _ELEMENTS[ITEM_BYTES[kind]]), kind)
-    for kind in sorted(dense if expert_kinds is None else set(expert_kinds)):
+    for kind in matrices if expert_kinds is None else sorted(set(expert_kinds)):
         _warm_experts(kind)
     row, width = _zeros(1, 4), np.zeros(4, np.float32)
     rms_norm(row, width, 1e-6, row)
@@ -32,9 +37,12 @@ def warm(kinds: Iterable[int] = (Kind.BF16, Kind.F32), expert_kinds: Iterable[in
     combine(row, _zeros(1, 1), row)
     for interleaved in (False, True):
         rope(_zeros(1, 1, 4), _zeros(1, 2), _zeros(1, 2), interleaved)
-    cache = _zeros(2, 1, 6)
-    for values in (_zeros(2, 1, 4), cache[:, :, :4]):  # a cache of its own, or a view of the keys
-        attention(_zeros(1, 1, 6), cache, values, np.zeros(1, np.int32), 1.0)
+    if latent:
+        for kind in matrices:
+            linear_heads(_zeros(1, 1, 4), np.zeros((1, 4, 4), _ELEMENTS[ITEM_BYTES[kind]]), kind)
+    keys = _zeros(2, 1, 6)
+    values = keys[:, :, :4] if latent else _zeros(2, 1, 4)
+    attention(_zeros(1, 1, 6), keys, values, np.zeros(1, np.int32), 1.0)
 
 
 def _warm_experts(kind: int) -> None:
