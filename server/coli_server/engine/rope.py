@@ -51,12 +51,14 @@ def read_rope(
     theta: float = 10000.0,
     partial: float | None = None,
     interleaved: bool = False,
+    mscales: bool = False,
 ) -> RopeSpec:
     """The rope of `config`, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`.
 
     `context_length` is `max_position_embeddings`, `theta` the family's default base, `partial` its default
-    share of rotated dimensions (None: a family that always rotates whole heads). Raises ConfigError for an
-    unknown type or parameter.
+    share of rotated dimensions (None: a family that always rotates whole heads). `mscales`: `longrope` has
+    attention factors of its own for short and for long sequences. Raises ConfigError for an unknown type or
+    parameter.
     """
     section = _section(config)
     if section.has("rope_theta"):
@@ -71,6 +73,8 @@ def read_rope(
     if kind not in _REQUIRED:
         raise section.error("rope_type", ", ".join(_REQUIRED))
     scaling = _read_scaling(section, kind, dim // 2)
+    if mscales and kind == "longrope":
+        scaling |= {key: section.positive(key) for key in ("short_mscale", "long_mscale")}
     _read_trained_length(section, config, kind, context_length, scaling)
     section.finish(frozenset())
     return RopeSpec(dim, base, kind, interleaved, scaling, context_length)

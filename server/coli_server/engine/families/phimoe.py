@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from coli_server.engine.config import Config
 from coli_server.engine.families.common import (
     MIXTRAL_NAMES,
@@ -19,6 +21,7 @@ from coli_server.engine.spec import (
     ModelSpec,
     MoeMlp,
     NormSpec,
+    RopeSpec,
     Router,
 )
 
@@ -29,7 +32,7 @@ def read(config: Config) -> ModelSpec:
     context = config.integer("max_position_embeddings")
     experts = expert_count(config, "num_local_experts")
     size = head_dim(config, hidden, heads)
-    rope = read_rope(config, size, context_length=context, theta=1e6)
+    rope = _rope(config, size, context)
     bias = config.flag("attention_bias", False)
     attention = GroupedQueryAttention(
         heads=heads,
@@ -58,6 +61,21 @@ def read(config: Config) -> ModelSpec:
         tied_embeddings=config.flag("tie_word_embeddings", False),
         head_bias=config.flag("lm_head_bias", False),
     )
+
+
+def _rope(config: Config, size: int, context: int) -> RopeSpec:
+    """LongRoPE with an attention factor for short and one for long sequences, or no scaling.
+
+    The reference implementation turns long sequences by the short factors as well, so that only the
+    attention factor depends on the length. Results are compared with it, so this does the same.
+    """
+    rope = read_rope(config, size, context_length=context, theta=1e6, mscales=True)
+    if rope.type not in ("default", "longrope"):
+        key = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+        raise config.error(key, "the types default and longrope")
+    if rope.type == "longrope":
+        rope = replace(rope, scaling={**rope.scaling, "long_factor": rope.scaling["short_factor"]})
+    return rope
 
 
 FAMILY = Family("phimoe", read, MIXTRAL_NAMES, irrelevant=frozenset({"input_jitter_noise"}))
