@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from coli_client import Client
 from coli_server.errors import ConfigurationError
 from coli_server.ranges import ROUTING, SAMPLING
 from coli_server.settings import SETTINGS, Address, Listen, given
@@ -79,14 +80,16 @@ def option_value(name: str, word: str, source: str) -> Any:
 
 
 def connect_address(word: str, source: str) -> Address:
-    """The TCP address of a daemon; raises ConfigurationError."""
+    """The address of a daemon; raises ConfigurationError."""
     try:
-        address = Listen().parse(word)
+        return Listen().parse(word)
     except ValueError:
-        raise ConfigurationError(f"{word!r} (from {source}) must be HOST:PORT or PORT") from None
-    if address.path is not None:
-        raise ConfigurationError(f"{word!r} (from {source}): only TCP addresses can be connected to")
-    return address
+        raise ConfigurationError(f"{word!r} (from {source}) must be HOST:PORT, PORT or unix:PATH") from None
+
+
+def client_of(address: Address) -> Client:
+    """A client, not connected yet, of the daemon that listens there."""
+    return Client(address.host if address.path is None else f"unix:{address.path}", address.port)
 
 
 def _for_client(value: Any) -> Any:

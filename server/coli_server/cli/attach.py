@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 
 from coli_client import Client
-from coli_server.cli.arguments import connect_address, routing_options
+from coli_server.cli.arguments import client_of, connect_address, routing_options
 from coli_server.errors import ConfigurationError
 from coli_server.ranges import ROUTING
 from coli_server.settings import SETTINGS, add_arguments
@@ -23,7 +23,9 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
         "Without --connect a private daemon runs as long as the command does, with the settings below.\n"
         "With it, routing settings that are given as flags or variables are sent to that daemon's session.",
     )
-    group.add_argument("--connect", metavar="HOST:PORT", help="use the daemon that listens there")
+    group.add_argument(
+        "--connect", metavar="ADDRESS", help="use the daemon that listens on HOST:PORT, PORT or unix:PATH"
+    )
     group.add_argument("--session", metavar="ID", help="attach to the session of this name")
     add_arguments(parser, _SETTINGS)
 
@@ -41,7 +43,7 @@ def attached(arguments: argparse.Namespace) -> Iterator[Client]:
             _refuse_private_settings(arguments)
             address = connect_address(arguments.connect, "--connect")
         options = routing_options(arguments)
-        client = stack.enter_context(Client(address.host, address.port))
+        client = stack.enter_context(client_of(address))
         if arguments.session is not None:
             client.session(arguments.session)
         if arguments.connect is not None:

@@ -1,4 +1,4 @@
-"""A daemon of one's own: started for one command on a free loopback port, ended with it."""
+"""A daemon of one's own: for one command, on a Unix socket that only its user can open, ended with it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from queue import SimpleQueue
@@ -17,7 +18,7 @@ from typing import IO
 from coli_server.errors import ColiError
 from coli_server.settings import SETTINGS, Address, Listen, given, load
 
-_READY = re.compile(r"\bREADY\b.*?(\S+:\d+)")
+_READY = re.compile(r"READY (\S+)")
 _PR_SET_PDEATHSIG = 1
 # Longer than a daemon with nothing to do needs; a request that still runs is nobody's any more.
 _STOP_SECONDS = 10.0
@@ -41,12 +42,13 @@ def private_daemon(flags: Mapping[str, str | None]) -> Iterator[Address]:
         words["model"] = str(ensure_default_model())
     if "log_level" not in given(flags, os.environ):
         words["log_level"] = "warning"
-    words["listen"] = "127.0.0.1:0"
-    process = _start(words)
-    try:
-        yield _wait_until_ready(process)
-    finally:
-        _stop(process)
+    with tempfile.TemporaryDirectory(prefix="coli-") as folder:
+        words["listen"] = f"unix:{folder}/socket"
+        process = _start(words)
+        try:
+            yield _wait_until_ready(process)
+        finally:
+            _stop(process)
 
 
 def _start(words: Mapping[str, str]) -> subprocess.Popen[str]:
@@ -81,7 +83,7 @@ def _wait_until_ready(process: subprocess.Popen[str]) -> Address:
 def _relay(stderr: IO[str], ready: SimpleQueue[str | None]) -> None:
     """Pass the daemon's messages on, but READY; that, or the end of the messages, goes into `ready`."""
     for line in stderr:
-        match = _READY.search(line)
+        match = _READY.match(line)
         if match:
             ready.put(match[1])
         else:

@@ -6,8 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 
-from coli_client import Client
-from coli_server.cli.arguments import connect_address, make_parser
+from coli_server.cli.arguments import client_of, connect_address, make_parser
 from coli_server.settings import SETTINGS
 
 _SECTIONS = "all, server, route, cache, latency, settings, session, sessions"
@@ -21,15 +20,14 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object; numbers as numbers")
     parser.add_argument(
         "--connect",
-        metavar="HOST:PORT",
+        metavar="ADDRESS",
         help=f"where the daemon listens [{listen.env}, default {listen.default}]",
     )
     arguments = parser.parse_args(words)
     word, source = arguments.connect, "--connect"
     if word is None:
         word, source = os.environ.get(listen.env) or str(listen.default), f"{listen.env} or the default"
-    address = connect_address(word, source)
-    with Client(address.host, address.port) as client:
+    with client_of(connect_address(word, source)) as client:
         figures = client.stat(arguments.section, arguments.session)
     if arguments.json:
         print(json.dumps({name: _plain(value) for name, value in figures.items()}, indent=2))
