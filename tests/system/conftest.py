@@ -10,12 +10,14 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from coli_server.settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
@@ -24,10 +26,8 @@ CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfo
 ENVIRONMENT = {
     name: value
     for name, value in os.environ.items()
-    if not name.startswith(("COLI_", "ROUTE_", "CACHE_ROUTE"))
+    if name not in {setting.env for setting in SETTINGS.values()}
 }
-if "COLI_CACHE" in os.environ:
-    ENVIRONMENT["COLI_CACHE"] = os.environ["COLI_CACHE"]
 
 
 @dataclass(frozen=True)
@@ -124,3 +124,9 @@ def run_coli() -> RunColi:
         return Output(done.returncode, done.stdout, done.stderr)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def clean_environment() -> Mapping[str, str]:
+    """The environment without any setting of Coli."""
+    return ENVIRONMENT

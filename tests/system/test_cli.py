@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -41,6 +41,24 @@ class Daemon(Protocol):
 
 class StartDaemon(Protocol):
     def __call__(self, *flags: str, **variables: str) -> AbstractContextManager[Daemon]: ...
+
+
+StartChat = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture(scope="module")
+def start_chat(clean_environment: Mapping[str, str]) -> StartChat:
+    def start(*flags: str, **variables: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "coli_server.cli", "chat", *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**clean_environment, **variables},
+        )
+
+    return start
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +163,11 @@ def test_chat_goes_on_after_an_error_of_one_turn(run_coli: RunColi, daemon: Daem
     assert re.search(r"^4 tok ", done.out, re.MULTILINE)
 
 
-def test_chat_ends_with_the_connection(start_daemon: StartDaemon, small_model: Path) -> None:
+def test_chat_ends_with_the_connection(
+    start_chat: StartChat, start_daemon: StartDaemon, small_model: Path
+) -> None:
     with start_daemon("--model", str(small_model)) as daemon:
-        chat = _start_chat("--connect", daemon.address, "--max", "2")
+        chat = start_chat("--connect", daemon.address, "--max", "2")
         assert chat.stdin is not None
         assert chat.stdout is not None
         _say(chat, "Hello")
@@ -158,9 +178,9 @@ def test_chat_ends_with_the_connection(start_daemon: StartDaemon, small_model: P
     assert err.startswith("coli: the server closed the connection")
 
 
-def test_ctrl_c_cancels_the_turn_and_keeps_the_session(small_model: Path) -> None:
+def test_ctrl_c_cancels_the_turn_and_keeps_the_session(start_chat: StartChat, small_model: Path) -> None:
     flags = ("--model", str(small_model), "--context", "60000", "--max", "50000")
-    chat = _start_chat(*flags, CACHE_ROUTE="1")
+    chat = start_chat(*flags, CACHE_ROUTE="1")
     assert chat.stdout is not None
     _say(chat, "Hello")
     assert chat.stdout.read(1)
@@ -174,8 +194,10 @@ def test_ctrl_c_cancels_the_turn_and_keeps_the_session(small_model: Path) -> Non
 
 
 @pytest.mark.parametrize("ending", ["end of input", "SIGKILL"])
-def test_a_private_daemon_ends_with_its_chat_however_that_ends(small_model: Path, ending: str) -> None:
-    chat = _start_chat("--model", str(small_model))
+def test_a_private_daemon_ends_with_its_chat_however_that_ends(
+    start_chat: StartChat, small_model: Path, ending: str
+) -> None:
+    chat = start_chat("--model", str(small_model))
     _say(chat, "/stat server")
     pid = int(_read_until(chat, r"pid \d+\n").split()[-1])
     assert _alive(pid)
@@ -189,7 +211,9 @@ def test_a_private_daemon_ends_with_its_chat_however_that_ends(small_model: Path
     assert not _alive(pid)
 
 
-def test_on_a_terminal_there_is_a_prompt_and_ctrl_d_ends_it(daemon: Daemon) -> None:
+def test_on_a_terminal_there_is_a_prompt_and_ctrl_d_ends_it(
+    daemon: Daemon, clean_environment: Mapping[str, str]
+) -> None:
     main, side = pty.openpty()
     command = [
         sys.executable,
@@ -202,7 +226,7 @@ def test_on_a_terminal_there_is_a_prompt_and_ctrl_d_ends_it(daemon: Daemon) -> N
         "--max",
         "3",
     ]
-    process = subprocess.Popen(command, stdin=side, stdout=side, stderr=side, close_fds=True)
+    process = subprocess.Popen(command, stdin=side, stdout=side, stderr=side, env=clean_environment)
     os.close(side)
     _read_terminal(main, "> ")
     os.write(main, b"Hello\n")
@@ -211,17 +235,6 @@ def test_on_a_terminal_there_is_a_prompt_and_ctrl_d_ends_it(daemon: Daemon) -> N
     assert process.wait(60) == 0
     os.close(main)
     assert "3 tok | " in shown
-
-
-def _start_chat(*flags: str, **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "coli_server.cli", "chat", *flags],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **variables},
-    )
 
 
 def _say(chat: subprocess.Popen[str], line: str) -> None:
