@@ -140,7 +140,7 @@ class Engine:
 
     def warm(self) -> None:
         """Compile every kernel, or load it from the code cache, with this model's types and layouts."""
-        warm_kernels(self.spec.moe.router, self.kinds)
+        warm_kernels(self.spec, self.kinds)
 
     def new_kv(self, capacity: int) -> KvCache:
         """An empty KV cache for `capacity` tokens."""

@@ -2,7 +2,7 @@
 
 What is cached of a token is its normalised latent and one rotated key that all heads share. The matrices
 that would expand the latent into every head's key and value are applied to the query and to the mixed latents
-instead, so keys and values are never formed: attention has one key/value head, whose value is part of its key.
+instead, so keys and values are never formed: attention has one key/value head, whose value is in its key.
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ def packed_layer(
 def _one_kind(gate_up: TensorInfo, down: TensorInfo) -> Kind:
     if gate_up.dtype != down.dtype:
         raise ModelError(
-            f"{down.file}: tensor {down.name!r} has dtype {down.dtype}, but {gate_up.name!r} {gate_up.dtype}; "
-            "experts need one type"
+            f"{down.file}: tensor {down.name!r} has dtype {down.dtype}, but {gate_up.name!r} "
+            f"{gate_up.dtype}; experts need one type"
         )
     return KINDS[gate_up.dtype]
 
