@@ -28,10 +28,11 @@ def thread_count() -> int:
 
 
 def prepare_environment() -> None:
-    """Set the variables that NumPy's BLAS, OpenMP and Numba read once, when they load.
+    """Set the variables that NumPy's BLAS, OpenMP and Numba read once, when they load; load TBB.
 
     What the user has set stays. A BLAS pool that spins after a call slows the kernels many times over, and
-    so does an OpenMP pool while another process holds a core; both are told to sleep instead.
+    so does an OpenMP pool while another process holds a core; both are told to sleep instead. Numba takes the
+    first threading layer that it finds when it loads a parallel function: TBB, OpenMP, its own queue.
     """
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -40,6 +41,7 @@ def prepare_environment() -> None:
         from numba.core import config
 
         config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"]
+    _load_tbb()
 
 
 def code_cache_folder() -> Path:
@@ -59,14 +61,11 @@ def code_cache_folder() -> Path:
 
 
 def setup(threads: int) -> None:
-    """Choose the threading layer and give the calling thread its number of kernel threads.
-
-    Called by the one thread that runs kernels, before its first. The order is TBB, OpenMP, Numba's own queue.
+    """Give the calling thread, the one that runs kernels, its number of kernel threads.
 
     Raises ConfigurationError where `threads` is not within 1 and the number of processors.
     """
     prepare_environment()
-    _load_tbb()
     import numba
 
     most = numba.config.NUMBA_NUM_THREADS
