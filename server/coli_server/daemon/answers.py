@@ -51,6 +51,24 @@ def done(id: str, event: Finished, *, seed: int, policy: RoutePolicy) -> bytes:
     return replies.done(id, summary)
 
 
+def scored(id: str, event: Finished, policy: RoutePolicy) -> bytes:
+    """The DONE line of a SCORE; one that was ended early has no score."""
+    counters = event.counters
+    return replies.scored(
+        id,
+        logprob=event.score.logprob if event.score else None,
+        tokens=event.tokens,
+        greedy=event.score is not None and event.score.greedy,
+        finish=event.finish,
+        prompt_tokens=event.prompt_tokens,
+        hit_pct=ratios.hit_pct(counters),
+        lookups=counters.lookups,
+        routing=routing(counters, policy),
+        mode=policy.mode if policy.active else policy.describe(),
+        scope=policy.scope,
+    )
+
+
 def stat_line(event: Finished | None, policy: RoutePolicy | None, *, rss_bytes: int) -> bytes:
     """The older one-line form of STAT, of a session's last request; zeros when there was none."""
     counters = event.counters if event else Counters()

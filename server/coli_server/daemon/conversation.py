@@ -14,7 +14,7 @@ from coli_server import __version__
 from coli_server.daemon import answers
 from coli_server.daemon.core import Core
 from coli_server.daemon.figures import rss_bytes
-from coli_server.daemon.generation import Generation
+from coli_server.daemon.generation import Generation, Scoring
 from coli_server.daemon.options import layered
 from coli_server.daemon.sessions import Session
 from coli_server.errors import ColiError
@@ -49,6 +49,7 @@ class Conversation:
             "SET": self._set,
             "GEN": self._generate,
             "CHAT": self._generate,
+            "SCORE": self._generate,
             "CANCEL": self._cancel,
             "RESET": self._reset,
             "QUIT": self._quit,
@@ -121,11 +122,14 @@ class Conversation:
         most = core.settings.requests_per_connection
         if len(self._requests) >= most:
             raise core.scheduler.busy(f"{most} requests of this connection are unfinished")
-        generation = Generation(
+        kind, defaults = Generation, core.options
+        if command.verb == "SCORE":  # what a text is worth does not depend on how the daemon is set
+            kind, defaults = Scoring, {**core.options, "cache_route": False}
+        generation = kind(
             id,
             command,
             session,
-            layered(command.options, session.options, core.options),
+            layered(command.options, session.options, defaults),
             scheduler=core.scheduler,
             prompts=core.prompts,
             send=self._send,

@@ -14,6 +14,7 @@ from coli_server.daemon.options import layered, policy_of
 from coli_server.daemon.scheduler import Scheduler
 from coli_server.daemon.sessions import Session, Sessions
 from coli_server.engine.api import EngineSnapshot
+from coli_server.engine.store import describe_mode
 from coli_server.ranges import ROUTING
 from coli_server.settings import Settings
 from coli_server.telemetry.counters import Counters
@@ -122,15 +123,15 @@ class Figures:
             "uptime_seconds": time.monotonic() - self._identity.started,
             "model": self._identity.model,
             "model_type": self._identity.model_type,
-            "mode": policy_of(self._options).describe(),
+            "mode": describe_mode(policy_of(self._options), pilot=self._settings.pilot),
             "draining": self._scheduler.draining,
             "sessions_current": len(self._sessions),
             "sessions_total": self._sessions.total,
             "requests_running": self._scheduler.running,
             "requests_waiting": self._scheduler.waiting,
             "rss_bytes": rss_bytes(),
-            "pilot": False,
-            **dict.fromkeys(_PREFETCH, 0),
+            "pilot": self._settings.pilot,
+            **{name: getattr(snapshot, name) for name in _PREFETCH},
             **{item.name: getattr(self._meters, item.name) for item in fields(self._meters)},
             "load_errors": snapshot.load_errors,
             "load_seconds": snapshot.load_seconds,

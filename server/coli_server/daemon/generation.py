@@ -1,4 +1,4 @@
-"""One GEN or CHAT from its command to its DONE."""
+"""One GEN, CHAT or SCORE from its command to its DONE."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ class Generation:
 
     async def _generate(self) -> None:
         self._scheduler.check()
-        prompt = await self._prompt()
-        self._ticket = self._scheduler.submit(self._request(prompt), self._session, self._on_text)
-        self._acknowledge(len(prompt))
+        request = await self._request()
+        self._ticket = self._scheduler.submit(request, self._session, self._on_text)
+        self._acknowledge(len(request.prompt))
         event = await self._ticket.ended
         if isinstance(event, Failed):
             self._send(answers.failure(event, self.id))
@@ -124,8 +124,8 @@ class Generation:
         messages = self._session.messages(self._options["system"], self._command.text)
         return await self._prompts.of_dialogue(messages)
 
-    def _request(self, prompt: tuple[int, ...]) -> GenerationRequest:
-        options = self._options
+    async def _request(self) -> GenerationRequest:
+        prompt, options = await self._prompt(), self._options
         return GenerationRequest(
             key=self._scheduler.next_key(),
             session=self._session.key,
@@ -162,6 +162,27 @@ class Generation:
         answer = "".join(self._answer)
         if self._kind == "chat" and (answer or event.finish in ("stop", "length")):
             self._session.say(self._command.text, answer)
+
+
+class Scoring(Generation):
+    """One SCORE of a session. `options` must say `cache_route` only where the client itself did."""
+
+    async def _request(self) -> GenerationRequest:
+        assert self._command.score is not None
+        context, continuation = await self._prompts.of_score(self._command.score)
+        return GenerationRequest(
+            key=self._scheduler.next_key(),
+            session=self._session.key,
+            kind="score",
+            prompt=context,
+            max_tokens=len(continuation),
+            policy=self._policy,
+            continuation=continuation,
+            deadline=self._deadline,
+        )
+
+    def _done(self, event: Finished) -> None:
+        self._send(answers.scored(self.id, event, self._policy))
 
 
 def _deadline(milliseconds: int | None) -> float | None:

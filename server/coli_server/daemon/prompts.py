@@ -6,7 +6,9 @@ import asyncio
 from concurrent.futures import Executor
 
 from coli_server.daemon.sessions import Message
+from coli_server.engine.scoring import split_tokens
 from coli_server.engine.text import Text
+from coli_server.protocol.commands import ScoreText
 from coli_server.protocol.errors import ProtocolError
 
 
@@ -29,19 +31,38 @@ class Prompts:
         loop = asyncio.get_running_loop()
         return self._checked(await loop.run_in_executor(self._executor, self._text.encode_chat, messages))
 
+    async def of_score(self, score: ScoreText) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens of a context, never empty, and of the continuation that is to be scored behind it."""
+        context, continuation = score.context, score.continuation
+        if isinstance(context, str):
+            loop = asyncio.get_running_loop()
+            before, behind = await loop.run_in_executor(
+                self._executor, split_tokens, self._text, context, continuation
+            )
+        else:
+            before, behind = list(context) or [self._text.beginning], list(continuation)
+        ids = self._in_vocabulary((*before, *behind))
+        if len(ids) > self.capacity:
+            raise self._exceeded(len(ids), "the context and its continuation do not fit")
+        return ids[: len(before)], ids[len(before) :]
+
     def of_ids(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """Token ids that the client gave, `[prompt_tokens]`."""
+        return self._checked(self._in_vocabulary(ids))
+
+    def _in_vocabulary(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         for id in ids:
             if id >= self._vocabulary:
                 raise ProtocolError("BAD_REQUEST", f"token id {id} is not in [0, {self._vocabulary})")
-        return self._checked(ids)
+        return ids
 
     def _checked(self, ids: list[int] | tuple[int, ...]) -> tuple[int, ...]:
         if not ids:
             raise ProtocolError("BAD_REQUEST", "the text has no tokens")
         if len(ids) >= self.capacity:
-            details = {"prompt_tokens": len(ids), "capacity": self.capacity}
-            raise ProtocolError(
-                "CONTEXT_EXCEEDED", "the prompt leaves no room for an answer", details=details
-            )
+            raise self._exceeded(len(ids), "the prompt leaves no room for an answer")
         return tuple(ids)
+
+    def _exceeded(self, tokens: int, message: str) -> ProtocolError:
+        details = {"prompt_tokens": tokens, "capacity": self.capacity}
+        return ProtocolError("CONTEXT_EXCEEDED", message, details=details)

@@ -14,6 +14,7 @@ from coli_server.daemon import listening
 from coli_server.daemon.server import Daemon, Signals
 from coli_server.engine import Engine
 from coli_server.engine.service import EngineService
+from coli_server.engine.store import StoreOptions, describe_mode
 from coli_server.errors import ConfigurationError
 from coli_server.routing import RoutePolicy
 from coli_server.settings import Settings, policy_arguments
@@ -65,7 +66,8 @@ async def _serve(settings: Settings, sockets: list[socket.socket]) -> int:
         return 128 + interrupted.result()
     interrupted.cancel()
     engine = await starting
-    place, mode = listening.describe(sockets[0]), engine.policy.describe()
+    place = listening.describe(sockets[0])
+    mode = describe_mode(engine.policy, pilot=settings.pilot)
     print(f"READY {place} model={engine.name} mode={mode}", file=sys.stderr, flush=True)
     return await daemon.until(signals)
 
@@ -79,5 +81,6 @@ def _open(settings: Settings) -> Engine:
         policy=RoutePolicy(**policy_arguments(settings)),
         context=settings.context,
         threads=settings.threads or None,
+        store=StoreOptions(pilot=settings.pilot),
         warm=False,  # the service compiles the kernels on its own thread
     )

@@ -20,6 +20,7 @@ from coli_server.engine.api import (
     TextChunk,
 )
 from coli_server.protocol.errors import ProtocolError
+from coli_server.telemetry.counters import Counters
 
 
 class Service(Protocol):
@@ -145,6 +146,11 @@ class Scheduler:
         """Ask the engine to end everything."""
         for ticket in [*self._running.values(), *self._waiting.values()]:
             self.cancel(ticket, finish)
+
+    def fail_all(self, message: str) -> None:
+        """End every request as failed: the engine will not."""
+        for key in [*self._running, *self._waiting]:
+            self.dispatch([Failed(key, "INTERNAL", message, Counters())])
 
     async def emptied(self) -> None:
         """Wait until nothing waits and nothing runs."""

@@ -42,6 +42,9 @@ class Service(scheduler.Service, Protocol):
 
     def stop(self, timeout: float) -> bool: ...
 
+    @property
+    def alive(self) -> bool: ...
+
 
 Signals = asyncio.Queue[signal.Signals]
 MakeService = Callable[[Callable[[tuple[Event, ...]], None]], Service]
@@ -63,6 +66,7 @@ class Daemon:
         self._connections: set[Connection] = set()
         self._none_left = asyncio.Event()
         self._none_left.set()
+        self._engine_died = asyncio.Event()
 
     async def start(self, sockets: list[socket.socket]) -> Engine:
         """Load the model, then serve on bound `sockets`. Raises what the engine raises when it cannot."""
@@ -74,11 +78,19 @@ class Daemon:
 
     async def until(self, signals: Signals) -> int:
         """Serve until a signal comes, then drain and stop. Returns the exit code of the process."""
+        signalled = asyncio.create_task(signals.get())
+        died = asyncio.create_task(self._engine_died.wait())
         try:
-            first = await signals.get()
-            log.info("%s: finishing what runs, up to %g s", first.name, self._settings.drain_seconds)
+            await asyncio.wait({signalled, died}, return_when=asyncio.FIRST_COMPLETED)
+            if died.done():
+                await self._give_up()
+                return 1
+            name = signalled.result().name
+            log.info("%s: finishing what runs, up to %g s", name, self._settings.drain_seconds)
             return await self._drain_unless(signals)
         finally:
+            signalled.cancel()
+            died.cancel()
             self._heart.cancel()
             for server in self._servers:
                 server.close()
@@ -144,6 +156,8 @@ class Daemon:
             now = time.monotonic()
             self._latencies.event_loop_lag.observe(now - due)
             due = now + TICK_SECONDS
+            if not self._service.alive:
+                self._engine_died.set()
             try:
                 moment = self._loop.time()
                 for connection in tuple(self._connections):
@@ -175,13 +189,23 @@ class Daemon:
             await _within(CANCEL_SECONDS, requests.emptied())
         if requests.unfinished:
             log.error("the engine does not end %d requests", requests.unfinished)
-        for connection in tuple(self._connections):
-            connection.finish()
         # Every connection has deadlines of its own that add up to this.
-        goodbye = LINGER_SECONDS + self._settings.write_seconds + TICK_SECONDS
-        await _within(goodbye, self._none_left.wait())
+        await self._say_goodbye(LINGER_SECONDS + self._settings.write_seconds + TICK_SECONDS)
         stopped = await self._loop.run_in_executor(self._executor, self._service.stop, CANCEL_SECONDS)
         return 0 if stopped else 1
+
+    async def _give_up(self) -> None:
+        """Without an engine nothing can be answered: say so, and end for a supervisor to start a new one."""
+        log.critical("the engine has ended by itself; stopping")
+        self._core.scheduler.draining = True
+        self._core.scheduler.fail_all("the engine has stopped")
+        await self._say_goodbye(LINGER_SECONDS)
+
+    async def _say_goodbye(self, seconds: float) -> None:
+        """Let every connection answer what it has received and close, for so long at most."""
+        for connection in tuple(self._connections):
+            connection.finish()
+        await _within(seconds, self._none_left.wait())
 
 
 async def _within(seconds: float, work: Coroutine[None, None, object]) -> None:
