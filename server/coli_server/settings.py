@@ -21,6 +21,7 @@ from coli_server.ranges import FLAG, INT32_MAX, ROUTING, Choices, NumberRange
 
 NETWORK = "Network"
 MODEL = "Model and memory"
+STORE = "Expert store"
 ROUTES = "Cache-aware routing"
 LIMITS = "Limits"
 OPERATION = "Operation"
@@ -201,6 +202,10 @@ class Settings:
         "room of one request, prompt and answer; without it as much as model and memory allow",
     )
     threads: int = _setting(MODEL, "0", _whole(0, 1024), "N", "compute threads; 0 = one for each core")
+
+    pilot: bool = _setting(
+        STORE, "0", FLAG, "0|1", "1 = guess the experts of the next layer and read them ahead", env="PILOT"
+    )
 
     cache_route: bool = _routing("cache_route", "0", "0|1", "1 = prefer experts that are in memory")
     route_mode: str = _routing(

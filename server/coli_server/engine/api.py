@@ -142,6 +142,12 @@ class EngineSnapshot:
     cache_bytes: int = 0
     cache_capacity_bytes: int = 0
     pinned_experts: int = 0
+    prefetch_issued: int = 0
+    prefetch_used: int = 0
+    prefetch_late: int = 0
+    prefetch_wasted: int = 0
+    prefetch_failed: int = 0
+    prefetch_in_flight: int = 0
     kv_bytes: int = 0
     layer_use: LayerUse = LayerUse()
     heartbeat: float = 0.0  # time.monotonic() of the end of the last step

@@ -18,6 +18,7 @@ from coli_server.engine.model import Checkpoint, Model
 from coli_server.engine.rope import length_threshold
 from coli_server.engine.sampler import Sampler
 from coli_server.engine.step import RouteState, Sequence, Span, Step
+from coli_server.engine.store import StoreOptions
 from coli_server.engine.text import Text
 from coli_server.engine.warm import warm as warm_kernels
 from coli_server.errors import ConfigurationError, ModelError
@@ -26,6 +27,7 @@ from coli_server.routing import RoutePolicy
 
 F32 = NDArray[np.float32]
 STOCK = RoutePolicy(mode="off")
+DEFAULT_STORE = StoreOptions()
 
 PREFILL_CHUNK = 256
 """Prompt tokens of one step. Large enough that kernels reuse each weight many times from a register tile."""
@@ -41,6 +43,7 @@ class Engine:
         memory: MemoryPlan,
         policy: RoutePolicy,
         end_ids: frozenset[int],
+        store: StoreOptions,
         reader: Reader | None = None,
     ) -> None:
         self.folder = checkpoint.folder
@@ -48,13 +51,14 @@ class Engine:
         self.policy = policy
         self.memory = memory
         self.end_ids = end_ids
+        self.store = store
         self.cache = ExpertCache(
             [experts.files for experts in checkpoint.experts],
             memory.slots_per_layer,
             experts_per_token=self.spec.moe.k,
             reader=reader,
         )
-        self.model = Model(checkpoint, self.cache)
+        self.model = Model(checkpoint, self.cache, pilot=store.pilot)
         self.kinds = checkpoint.weights.kinds
         self._text = text
 
@@ -69,6 +73,7 @@ class Engine:
         context: int | None = None,
         threads: int | None = None,
         warm: bool = True,
+        store: StoreOptions = DEFAULT_STORE,
         reader: Reader | None = None,
     ) -> Engine:
         """Load the Hugging Face folder `path`.
@@ -76,7 +81,8 @@ class Engine:
         `ram` is the memory of the whole process, in bytes or as `2G`; `experts_per_layer` limits the expert
         slots further; `context` is the longest sequence (default: as much as the model and the memory
         allow); `threads` run the kernels. `warm` compiles every kernel now instead of at first use.
-        `reader` reads the experts' files in place of plain preadv(2) and is closed with the engine.
+        `store` says how experts come into memory. `reader` reads the experts' files in place of plain
+        preadv(2) and is closed with the engine.
 
         Raises ModelError for a folder that is broken or not understood, ConfigurationError for a setting
         that cannot work; both name the culprit.
@@ -92,7 +98,7 @@ class Engine:
             context,
             PREFILL_CHUNK,
         )
-        engine = cls(checkpoint, text, memory, policy, end_ids, reader)
+        engine = cls(checkpoint, text, memory, policy, end_ids, store, reader)
         if warm:
             engine.warm()
         return engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from coli_server.engine.families.common import Family, TensorNames
 from coli_server.engine.kv import KvWidths, kv_widths
 from coli_server.engine.moe import MoeBlock, ResidentMlp
 from coli_server.engine.norms import Norm
+from coli_server.engine.pilot import Pilot
 from coli_server.engine.rope import angles
 from coli_server.engine.spec import ModelSpec, MoeMlp, RopeSpec
 from coli_server.engine.step import Step
@@ -65,8 +67,10 @@ class Layer:
 class Model:
     """A loaded decoder. Only the engine thread calls `forward`."""
 
-    def __init__(self, checkpoint: Checkpoint, cache: ExpertCache) -> None:
+    def __init__(self, checkpoint: Checkpoint, cache: ExpertCache, *, pilot: bool = False) -> None:
         """Read all dense weights of `checkpoint`; routed experts are read through `cache` when they run.
+
+        With `pilot`, each MoE layer also prefetches what the next one will probably choose.
 
         Raises CheckpointError or ModelError for a tensor that is missing, misshapen or unknown.
         """
@@ -79,6 +83,8 @@ class Model:
         self._embeddings = weights.embeddings(names.embeddings, spec.vocab, spec.hidden)
         self._ropes: list[RopeSpec] = []
         self._layers = [self._load_layer(checkpoint, i, cache) for i in range(len(spec.layers))]
+        routed = [(layer.mlp_norm, layer.mlp) for layer in self._layers if isinstance(layer.mlp, MoeBlock)]
+        self._pilots = {b.slot - 1: Pilot(norm, b) for norm, b in routed[1:]} if pilot else {}
         self._norm = Norm.load(weights, names.final_norm, spec.hidden, spec.norm)
         self._head = self._load_head(weights, names)
         weights.refuse_unknown(
@@ -103,11 +109,20 @@ class Model:
             _add(x, attended, spec.residual_multiplier)
             normed = layer.mlp_norm(x)
             if isinstance(layer.mlp, MoeBlock):
-                _add(x, layer.mlp.forward(normed, step, self._workspace), spec.residual_multiplier)
+                ahead = self._look_ahead(layer.mlp, x, step)
+                _add(x, layer.mlp.forward(normed, step, self._workspace, ahead), spec.residual_multiplier)
                 step.layers += 1
             else:
                 _add(x, layer.mlp.forward(normed, self._workspace), spec.residual_multiplier)
         return self._logits(x[_wanted(step)])
+
+    def _look_ahead(self, block: MoeBlock, x: F32, step: Step) -> Callable[[F32], None] | None:
+        """What prefetches for the MoE layer behind `block`, whose residual input is `x`; None: nothing."""
+        pilot = self._pilots.get(block.slot)
+        if pilot is None:
+            return None
+        multiplier = np.float32(self.spec.residual_multiplier)
+        return lambda resident: pilot.look_ahead(x + resident * multiplier, step)
 
     def _logits(self, x: F32) -> F32:
         if not len(x):

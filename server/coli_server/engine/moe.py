@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ from coli_server.engine.step import RowGroup, Step
 from coli_server.engine.use import RouteUse
 from coli_server.engine.weights import Matrix, Weights
 from coli_server.engine.workspace import Workspace
-from coli_server.experts import ExpertCache
+from coli_server.experts import ExpertCache, ExpertStream
 from coli_server.routing import Selection, select
 
 F32 = NDArray[np.float32]
@@ -126,17 +127,47 @@ class MoeBlock:
             use,
         )
 
-    def forward(self, x: F32, step: Step, workspace: Workspace) -> F32:
-        """float32 [rows, hidden] -> [rows, hidden]."""
+    def forward(
+        self, x: F32, step: Step, workspace: Workspace, ahead: Callable[[F32], None] | None = None
+    ) -> F32:
+        """float32 [rows, hidden] -> [rows, hidden].
+
+        The reads of missing experts begin before the shared expert is computed. `ahead` is called between
+        them and the routed experts, with the shared expert's output (or zeros), which it must not change.
+        """
+        self.cache.poll()
         chosen, weights = self._route(x, step)
-        out = np.zeros_like(x) if self.shared is None else self.shared.forward(x, workspace)
-        outputs = self._run(x, chosen, step, workspace)
+        tally(self.cache.state(self.layer), chosen, step.found)
+        order, starts, wanted = group_pairs(chosen, self.spec.experts)
+        stream = self.cache.stream(self.layer, wanted)
+        try:
+            out = np.zeros_like(x) if self.shared is None else self.shared.forward(x, workspace)
+            if ahead is not None:
+                ahead(out)
+            outputs = self._run(x, stream, order, starts, workspace)
+        finally:  # what was read was read, also when something else could not be
+            stream.close()
+            for expert, nbytes in stream.loads:
+                step.loads[order[starts[expert]] // self.spec.k] += (1, nbytes)
         return kernels.combine(outputs, weights, out)
+
+    def guess(self, x: F32, step: Step, margin: int) -> list[I32]:
+        """What this layer would choose for `x`: int32 [rows, k] in rank order for each policy of the step.
+
+        Nothing is recorded. Under the stock router the rows have the `margin` next experts too.
+        Raises ScoreError where the router's scores are not finite.
+        """
+        scores, mass, logits = self._score(x)
+        guessed = []
+        for group in step.groups:
+            k = self.spec.k if group.policy.active else min(self.spec.k + margin, self.spec.experts)
+            rows = group.rows
+            guessed.append(self._choose(group, scores[rows], mass[rows], logits[rows], None, k).experts)
+        return guessed
 
     def _route(self, x: F32, step: Step) -> tuple[I32, F32]:
         """The experts of every row in rank order, int32 [rows, k], and their weights, float32 [rows, k]."""
-        logits = self.router(x)
-        scores, mass = score(self.spec.router, logits, self.correction)
+        scores, mass, logits = self._score(x)
         if len(step.groups) == 1:
             selection = self._select(step.groups[0], scores, mass, logits, step)
             return selection.experts, selection.weights
@@ -147,42 +178,50 @@ class MoeBlock:
             chosen[group.rows], weights[group.rows] = selection.experts, selection.weights
         return chosen, weights
 
+    def _score(self, x: F32) -> tuple[F32, F32, F32]:
+        """Ranking scores, gate masses and router logits, each float32 [rows, experts]."""
+        logits = self.router(x)
+        scores, mass = score(self.spec.router, logits, self.correction)
+        return scores, mass, logits
+
     def _select(self, group: RowGroup, scores: F32, mass: F32, logits: F32, step: Step) -> Selection:
-        router = self.spec.router
-        ranked = logits if router.scoring == "softmax" else None  # sigmoid families rank by score
-        selection = select(
-            scores,
-            mass,
-            group.residency(self.slot, self.cache.resident(self.layer)),
-            self.spec.k,
-            group.policy,
-            logits=ranked,
-            span=group.spans(self.slot, scores, ranked),
-            renormalize=router.renormalize,
-            scale=router.scale,
-        )
+        """Choose, and let everybody who follows choices know."""
+        span = group.spans(self.slot, scores, self._ranked(logits))
+        selection = self._choose(group, scores, mass, logits, span, self.spec.k)
         group.touch(self.slot, selection.experts)
         step.record(group, selection)
         if group.counted is not None:
             self.use.track(self.slot, selection.experts[group.counted], selection.true[group.counted])
         return selection
 
-    def _run(self, x: F32, chosen: I32, step: Step, workspace: Workspace) -> F32:
+    def _choose(
+        self, group: RowGroup, scores: F32, mass: F32, logits: F32, span: NDArray[np.float64] | None, k: int
+    ) -> Selection:
+        router = self.spec.router
+        return select(
+            scores,
+            mass,
+            group.residency(self.slot, self.cache.resident(self.layer)),
+            k,
+            group.policy,
+            logits=self._ranked(logits),
+            span=span,
+            renormalize=router.renormalize,
+            scale=router.scale,
+        )
+
+    def _ranked(self, logits: F32) -> F32 | None:
+        """What cache-prior adds its bonus to: the logits of softmax families; others rank by score."""
+        return logits if self.spec.router.scoring == "softmax" else None
+
+    def _run(self, x: F32, stream: ExpertStream, order: I32, starts: I32, workspace: Workspace) -> F32:
         """The output of every chosen expert, unweighted: float32 [rows * k, hidden]."""
-        k, rows = self.spec.k, len(x)
-        tally(self.cache.state(self.layer), chosen, step.found)
-        order, starts, wanted = group_pairs(chosen, self.spec.experts)
-        outputs = workspace.take("expert_outputs", (rows * k, x.shape[1]))
-        stream = self.cache.stream(self.layer, wanted)
-        try:
-            for lease in stream:
-                group_start, tokens, pairs = take_groups(order, starts, lease.experts, k)
-                kernels.experts_ffn(
-                    x, tokens, group_start, lease.addresses, self.shape,
-                    workspace.take("ffn_hidden", (len(pairs), self.shape.f)), outputs, pairs,
-                )  # fmt: skip
-        finally:  # what was read was read, also when something else could not be
-            stream.close()
-            for expert, nbytes in stream.loads:
-                step.loads[order[starts[expert]] // k] += (1, nbytes)
+        k = self.spec.k
+        outputs = workspace.take("expert_outputs", (len(x) * k, x.shape[1]))
+        for lease in stream:
+            group_start, tokens, pairs = take_groups(order, starts, lease.experts, k)
+            kernels.experts_ffn(
+                x, tokens, group_start, lease.addresses, self.shape,
+                workspace.take("ffn_hidden", (len(pairs), self.shape.f)), outputs, pairs,
+            )  # fmt: skip
         return outputs

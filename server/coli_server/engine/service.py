@@ -334,6 +334,12 @@ class EngineService:
         if engine is None:
             return
         cache = engine.cache
+        cache.poll()
+        system = self._sessions[SYSTEM]
+        if system.loads < cache.counters.system_loads:
+            system.loads = cache.counters.system_loads
+            system.load_bytes = cache.counters.system_load_bytes
+            self._changed.add(SYSTEM)
         self._snapshot = EngineSnapshot(
             sessions=self._session_counters(),
             closed=self._closed.copy(),
@@ -345,6 +351,12 @@ class EngineService:
             cache_bytes=cache.bytes,
             cache_capacity_bytes=cache.capacity_bytes,
             pinned_experts=cache.pinned,
+            prefetch_issued=cache.counters.prefetch_issued,
+            prefetch_used=cache.counters.prefetch_used,
+            prefetch_late=cache.counters.prefetch_late,
+            prefetch_wasted=cache.counters.prefetch_wasted,
+            prefetch_failed=cache.counters.prefetch_failed,
+            prefetch_in_flight=cache.prefetch_in_flight,
             kv_bytes=self._kv.nbytes,
             layer_use=self._read_layer_use(engine),
             heartbeat=time.monotonic(),

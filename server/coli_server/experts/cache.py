@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,16 +134,16 @@ class ExpertCache:
             self._stream = LoadingStream(slots, wanted, self._loads, late)
         return self._stream
 
-    def prefetch(self, layer: int, experts: Iterable[int]) -> None:
+    def prefetch(self, layer: int, experts: Iterable[int], keep: Container[int] = ()) -> None:
         """Begin to read what is absent of `experts` (distinct ids, the likeliest first), behind all streams.
 
         They go into free slots, else into those that the eviction policy values least, never into that of
-        another one of `experts`. An open stream of the same layer is closed first. A read that fails is
+        one of `experts` or `keep`. An open stream of the same layer is closed first. A read that fails is
         counted, and reported when somebody needs the expert.
         """
         if self._stream is not None and self._stream.layer == layer:
             self._stream.close()
-        self._loads.prefetch(self._layers[layer], list(experts))
+        self._loads.prefetch(self._layers[layer], list(experts), keep)
 
     def poll(self) -> None:
         """Let prefetches that have completed count as resident."""

@@ -33,8 +33,8 @@ class EvictionPolicy(Protocol):
         """`expert`, in here, is no longer evictable."""
         ...
 
-    def victim(self, keep: Container[int] = ()) -> int | None:
-        """The expert to give up next that is not in `keep` (it stays in here), or None when there is none."""
+    def victim(self, *keep: Container[int]) -> int | None:
+        """The expert to give up next that is in none of `keep` (it stays in here), or None without one."""
         ...
 
 
@@ -57,8 +57,8 @@ class LRU:
     def remove(self, expert: int) -> None:
         del self._order[expert]
 
-    def victim(self, keep: Container[int] = ()) -> int | None:
-        return next((expert for expert in self._order if expert not in keep), None)
+    def victim(self, *keep: Container[int]) -> int | None:
+        return next((e for e in self._order if not any(e in kept for kept in keep)), None)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._order)

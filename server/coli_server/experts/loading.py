@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty
 
@@ -86,18 +86,17 @@ class Loads:
         except Empty:
             pass
 
-    def prefetch(self, slots: LayerSlots, experts: Sequence[int]) -> None:
+    def prefetch(self, slots: LayerSlots, experts: Sequence[int], keep: Container[int] = ()) -> None:
         """Begin to read those of `experts`, the likeliest first, that are absent, as far as there is room.
 
-        Room is a free slot or that of an expert which is not among `experts`. Earlier prefetches of the
-        layer that are not among them and have not begun are withdrawn.
+        Room is a free slot or that of an expert which is neither among `experts` nor in `keep`. Earlier
+        prefetches of the layer that are not among `experts` and have not begun are withdrawn.
         """
-        likely = frozenset(experts)
-        self._withdraw_others(slots, likely)
+        self._withdraw_others(slots, experts)
         for expert in experts:
             if expert in slots.slot_of or expert in slots.prefetching:
                 continue
-            slot = self._room(slots, likely)
+            slot = self._room(slots, keep, experts)
             if slot is None:
                 return
             job = slots.prefetching[expert] = self._job(slots, expert, slot)
@@ -141,10 +140,10 @@ class Loads:
     def _job(self, slots: LayerSlots, expert: int, slot: int) -> ReadJob:
         return ReadJob(slots.layer, expert, slots.memory[slot], slot, slots.layout, slots.reads(expert))
 
-    def _room(self, slots: LayerSlots, keep: Collection[int]) -> int | None:
+    def _room(self, slots: LayerSlots, *keep: Container[int]) -> int | None:
         if slots.free:
             return slots.free.pop()
-        victim = slots.policy.victim(keep)
+        victim = slots.policy.victim(*keep)
         if victim is None:
             return None
         slots.policy.remove(victim)
