@@ -183,8 +183,8 @@ class DenseReference:
     @staticmethod
     def _bfloat16(values: Array) -> Array:
         """Round by arithmetic on 8-bit significands, not on bits."""
-        mantissa, exponent = np.frexp(values.astype(np.float64))
-        return np.asarray(np.ldexp(np.rint(mantissa * 256) / 256, exponent)).astype(np.float32)
+        mantissa, exponent = np.frexp(values)
+        return np.asarray(np.ldexp(np.rint(mantissa * 256), exponent - 8))
 
     def logits(self, ids: list[int]) -> Array:
         """[tokens, vocab]"""

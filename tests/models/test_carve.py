@@ -17,6 +17,7 @@ from coli_server.models.carve.cluster import (
     improved_owners,
     initial_owners,
     neuron_energy,
+    swiglu,
     top_mask,
 )
 from coli_server.models.carve.forward import attention, load_layer, rms_norm, rounded
@@ -66,7 +67,7 @@ def test_small_assignments_are_near_the_best_of_all() -> None:
 
 def test_neuron_energy_is_the_squared_norm_of_what_a_neuron_adds() -> None:
     u, gate, up, down = _random(0, 5, 16), _random(1, 8, 16), _random(2, 8, 16), _random(3, 16, 8)
-    energy = neuron_energy(u, gate, up, down)
+    energy = neuron_energy(swiglu(u, gate, up), down)
     g = (u @ gate.T).astype(np.float64)
     for neuron in range(8):
         out = (g[:, neuron] / (1 + np.exp(-g[:, neuron])) * (u @ up[neuron]))[:, None] * down[:, neuron]
@@ -154,22 +155,31 @@ def inputs(tiny: Any) -> tuple[Any, Any, Any]:
     return layer, _random(0, 600, 64), np.ones(600, np.float32)
 
 
+def _carve(u: Any, weight: Any, layer: Any) -> tuple[Any, Any]:
+    return carve_layer(u, swiglu(u, layer.gate, layer.up), weight, layer, TINY)
+
+
 def test_a_carved_layer_with_all_experts_is_the_dense_one(inputs: tuple[Any, Any, Any]) -> None:
     layer, u, weight = inputs
-    carved, _ = carve_layer(u, weight, layer, TINY)
-    np.testing.assert_allclose(carved.output(u, layer, 6), layer.feed_forward(u), atol=1e-5)
-    assert np.abs(carved.output(u, layer, 3) - layer.feed_forward(u)).max() > 1e-3
+    carved, _ = _carve(u, weight, layer)
+    np.testing.assert_allclose(
+        carved.output(u, swiglu(u, layer.gate, layer.up), layer, 6), layer.feed_forward(u), atol=1e-5
+    )
+    assert (
+        np.abs(carved.output(u, swiglu(u, layer.gate, layer.up), layer, 3) - layer.feed_forward(u)).max()
+        > 1e-3
+    )
 
 
 def test_the_router_lies_between_oracle_and_chance(inputs: tuple[Any, Any, Any]) -> None:
     layer, u, weight = inputs
-    _, loss = carve_layer(u, weight, layer, TINY)
+    _, loss = _carve(u, weight, layer)
     assert 0 < loss.oracle < loss.router < loss.random
 
 
 def test_router_logits_are_small_and_exact_in_bfloat16(inputs: tuple[Any, Any, Any]) -> None:
     layer, u, weight = inputs
-    carved, _ = carve_layer(u, weight, layer, TINY)
+    carved, _ = _carve(u, weight, layer)
     assert 0.9e-3 < np.abs(u @ carved.router.weight.T).max() < 1.1e-3
     np.testing.assert_array_equal(bfloat16_values(bfloat16_bits(carved.router.weight)), carved.router.weight)
 
@@ -179,8 +189,8 @@ def test_a_token_of_no_importance_does_not_count(inputs: tuple[Any, Any, Any]) -
     wild = u.copy()
     wild[:100] *= 30
     weight[:100] = 1e-12
-    carved, _ = carve_layer(wild, weight, layer, TINY)
-    plain, _ = carve_layer(wild, np.ones(600, np.float32), layer, TINY)
+    carved, _ = _carve(wild, weight, layer)
+    plain, _ = _carve(wild, np.ones(600, np.float32), layer)
     assert not np.array_equal(carved.owners, plain.owners)
 
 

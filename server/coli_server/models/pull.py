@@ -59,7 +59,7 @@ DEFAULT_MODEL = PinnedModel(
         download_size=92_871_040,
     ),
     recipe=_DATA / "smollm2-135m-moe-1.safetensors",
-    recipe_sha256="302782f6d9068caff4eb7aa688c3545295614c994fd050e499f24cd2db507ede",
+    recipe_sha256="2c7836ed85cafda55011329defb915dff8c9e6d4844ab0e0c3f68e525cf3498f",
     size=273_000_000,
 )
 

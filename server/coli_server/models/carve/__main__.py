@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coli_server.models.carve.chat import dialogues
+from coli_server.models.carve.cluster import swiglu
 from coli_server.models.carve.forward import attention, load_layer, rms_norm, rounded
 from coli_server.models.carve.layerwise import CarvedLayer, Settings, carve_layer
 from coli_server.models.carve.router import Router
@@ -35,8 +36,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m coli_server.models.carve", description=__doc__)
     parser.add_argument("out", type=Path, help="the recipe to write")
     parser.add_argument("--work", type=Path, default=cache_folder() / "carve", metavar="FOLDER")
-    parser.add_argument("--addresses", type=int, default=96, metavar="N", help="windows of addresses")
-    parser.add_argument("--novel", type=int, default=32, metavar="N", help="windows of Moby Dick")
+    parser.add_argument("--addresses", type=int, default=64, metavar="N", help="windows of addresses")
+    parser.add_argument("--novel", type=int, default=24, metavar="N", help="windows of Moby Dick")
     arguments = parser.parse_args(words)
     arguments.work.mkdir(parents=True, exist_ok=True)
     downloads = cache_folder() / "downloads"
@@ -88,17 +89,18 @@ def make_recipe(
             x[first : first + BATCH] += attention(dense, layer, x[first : first + BATCH])
         tokens = x[valid]
         u = rms_norm(tokens, layer.ffn_norm, config.norm_eps)
+        activation = swiglu(u, layer.gate, layer.up)
         kept = work / f"layer-{number:02d}.npz"
         if not kept.exists():
             # Every later layer sees the residual stream through a norm, so an error counts by its size
             # relative to that stream.
-            importance = 1 / np.mean(np.square(tokens + layer.feed_forward(u)), axis=-1)
-            carved, loss = carve_layer(u, importance, layer, settings)
+            importance = 1 / np.mean(np.square(tokens + activation @ layer.down.T), axis=-1)
+            carved, loss = carve_layer(u, activation, importance, layer, settings)
             print(f"layer {number}: " + json.dumps(asdict(loss)), file=sys.stderr, flush=True)
             np.savez(kept, owners=carved.owners, weight=carved.router.weight, bias=carved.router.bias)
         with np.load(kept) as stored:
             done.append(CarvedLayer(stored["owners"], Router(stored["weight"], stored["bias"])))
-        x[valid] = tokens + done[-1].output(u, layer, settings.experts_per_token)
+        x[valid] = tokens + done[-1].output(u, activation, layer, settings.experts_per_token)
     return recipe_of(done, settings)
 
 

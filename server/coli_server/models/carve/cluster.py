@@ -14,14 +14,12 @@ Owners = NDArray[np.int64]
 """Owner of each neuron, [neurons]: 0 is the shared expert, 1 + e the routed expert e."""
 
 
-def neuron_energy(u: Float32, gate: Float32, up: Float32, down: Float32) -> Float32:
+def neuron_energy(activation: Float32, down: Float32) -> Float32:
     """Squared norm of each neuron's output, [tokens, neurons].
 
-    u: the layer's normalised input, [tokens, hidden]; gate, up: [neurons, hidden]; down: [hidden, neurons].
+    activation: [tokens, neurons]; down: [hidden, neurons].
     """
-    activation = swiglu(u, gate, up)
-    activation *= np.linalg.norm(down, axis=0)
-    return np.square(activation, out=activation)
+    return np.asarray(np.square(activation * np.linalg.norm(down, axis=0)))
 
 
 def swiglu(u: Float32, gate: Float32, up: Float32) -> Float32:

@@ -11,7 +11,6 @@ from coli_server.models.carve.cluster import (
     improved_owners,
     initial_owners,
     neuron_energy,
-    swiglu,
     top_mask,
 )
 from coli_server.models.carve.forward import Layer
@@ -36,8 +35,8 @@ class Settings:
     """See `improved_owners`."""
     border: tuple[int, ...] = (8, 4, 8, 12, 8)
     """Numbers of chosen experts that the router is fitted for, in turn."""
-    logit_range: float = 1e-3
-    """Largest router logit: so small that a chosen expert weighs 1 within 0.05 %."""
+    logit_range: float = 2**-13
+    """Largest router logit: so small that a chosen expert weighs 1 within 0.01 %."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +51,13 @@ class CarvedLayer:
         """Sigmoid scores with the bias, less the constant 1/2, [tokens, experts]."""
         return np.asarray(np.tanh(u @ self.router.weight.T / 2) / 2 + self.router.bias, dtype=np.float32)
 
-    def output(self, u: Float32, layer: Layer, k: int) -> Float32:
-        """The carved layer's output with k experts a token, [tokens, hidden]."""
-        return self.masked_output(u, layer, top_mask(self.scores(u), k))
+    def output(self, u: Float32, activation: Float32, layer: Layer, k: int) -> Float32:
+        """The carved layer's output with k experts a token, [tokens, hidden].
 
-    def masked_output(self, u: Float32, layer: Layer, kept: Float32) -> Float32:
-        """The output when the experts of `kept` [tokens, experts] are active."""
-        always = np.ones((len(u), 1), np.float32)
-        activation = swiglu(u, layer.gate, layer.up)
-        activation *= np.concatenate([always, kept], axis=1)[:, self.owners]
-        return activation @ layer.down.T
+        activation: `swiglu` of the layer's inputs u, [tokens, neurons].
+        """
+        kept = np.concatenate([np.ones((len(u), 1), np.float32), top_mask(self.scores(u), k)], axis=1)
+        return np.asarray((activation * kept[:, self.owners]) @ layer.down.T)
 
 
 @dataclass(frozen=True)
@@ -74,12 +70,14 @@ class Loss:
     random: float
 
 
-def carve_layer(u: Float32, weight: Float32, layer: Layer, settings: Settings) -> tuple[CarvedLayer, Loss]:
-    """Carve one layer from its inputs `u` [tokens, hidden], token t counting `weight[t]`.
+def carve_layer(
+    u: Float32, activation: Float32, weight: Float32, layer: Layer, settings: Settings
+) -> tuple[CarvedLayer, Loss]:
+    """Carve one layer from its inputs u [tokens, hidden], token t counting `weight[t]`.
 
-    The last tenth of the tokens is kept for the figures.
+    activation: `swiglu` of u, [tokens, neurons]. The last tenth of the tokens is kept for the figures.
     """
-    energy = neuron_energy(u, layer.gate, layer.up, layer.down)
+    energy = neuron_energy(activation, layer.down)
     energy *= (weight / weight.mean())[:, None]
     held = len(u) // 10
     owners, router = _alternate(u[:-held], energy[:-held], settings)

@@ -64,7 +64,7 @@ def fit(
     ks: tuple[int, ...],
     steps: int,
     rate: float = 0.02,
-    batch: int = 2048,
+    batch: int = 1024,
     seed: int = 0,
 ) -> Router:
     """Descend on the energy of the experts that are not chosen, with Adam and a falling rate.
@@ -77,6 +77,7 @@ def fit(
     energy = energy / energy.mean()
     # One matrix of parameters: weights on inputs of unit deviation, then the bias.
     parameters = np.concatenate([start.weight * scale, start.bias[:, None]], axis=1)
+    inputs = np.concatenate([u / scale, np.ones((len(u), 1), np.float32)], axis=1)
     first, second = np.zeros_like(parameters), np.zeros_like(parameters)
     for step in range(steps):
         rows = random.integers(len(u), size=batch)
