@@ -37,6 +37,7 @@ def main(words: Sequence[str] | None = None) -> int:
             engine = Engine.open(variant, ram=arguments.ram)
             windows = token_windows([engine.text.encode(text) for text in texts], arguments.windows)
             nll = np.concatenate([negative_log_likelihood(engine, window) for window in windows])
+            engine.close()
         print(f"{k} experts a token: perplexity {np.exp(nll.mean()):.3f} over {nll.size} tokens", flush=True)
     return 0
 

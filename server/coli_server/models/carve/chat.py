@@ -34,7 +34,9 @@ def _generate(dense: DenseModel) -> list[list[int]]:
         write_model(Path(folder), dense, uncarved(dense.config), lambda: None)
         engine = Engine.open(folder)
         asked = [engine.text.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts()]
-        return [[*ids, *engine.generate(ids, ANSWER_TOKENS), dense.vocabulary.eos] for ids in asked]
+        rows = [[*ids, *engine.generate(ids, ANSWER_TOKENS), dense.vocabulary.eos] for ids in asked]
+        engine.close()
+        return rows
 
 
 def uncarved(config: DenseConfig) -> Recipe:
