@@ -23,6 +23,7 @@ from coli_client.errors import (
     NotFound,
     PayloadTooLarge,
     ProtocolViolation,
+    RequestEnded,
     RequestFailed,
     ServerClosed,
     ServerError,
@@ -30,7 +31,7 @@ from coli_client.errors import (
     TooManyClients,
     TryLater,
 )
-from coli_client.results import Ack, Chunk, Info, Logprob, Result, Session, StatLine, Stats, Version
+from coli_client.results import Ack, Chunk, Info, Logprob, Result, Score, Session, StatLine, Stats, Version
 from coli_client.sync import Client, Generation
 
 __all__ = [
@@ -56,8 +57,10 @@ __all__ = [
     "Options",
     "PayloadTooLarge",
     "ProtocolViolation",
+    "RequestEnded",
     "RequestFailed",
     "Result",
+    "Score",
     "ServerClosed",
     "ServerError",
     "Session",

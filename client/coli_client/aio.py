@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, Unpack, cast
 
-from coli_client import commands
+from coli_client import commands, parser
 from coli_client.commands import Command, Options, Request
-from coli_client.defaults import CONNECT_TIMEOUT, HOST, PORT, TIMEOUT, Address, IdSource
+from coli_client.defaults import AT_ONCE, CONNECT_TIMEOUT, HOST, PORT, TIMEOUT, Address, IdSource
 from coli_client.errors import ConnectionLost, Timeout
 from coli_client.link import Link, Stream
-from coli_client.results import Ack, Chunk, Info, Result, Session, StatLine, Stats, Version
+from coli_client.results import Ack, Chunk, Info, Result, Score, Session, StatLine, Stats, Version
 
 __all__ = ["AsyncClient", "AsyncGeneration"]
 
@@ -95,6 +95,41 @@ class AsyncClient:
     def chat(self, text: str, **options: Unpack[Options]) -> AsyncGeneration:
         """One user turn of the session's dialogue, through the model's chat template."""
         return self._start(commands.chat(text, self._ids.next(), options))
+
+    async def score(
+        self, context: str | Sequence[int], continuation: str | Sequence[int], **options: Unpack[Options]
+    ) -> Score:
+        """How likely `continuation` is behind `context`: two texts, or token ids of both.
+
+        By stock routing, unless a routing option says otherwise.
+        """
+        return parser.score(
+            await self._start(commands.score(context, continuation, self._ids.next(), options))
+        )
+
+    async def score_all(
+        self,
+        pairs: Iterable[tuple[str | Sequence[int], str | Sequence[int]]],
+        *,
+        at_once: int = AT_ONCE,
+        **options: Unpack[Options],
+    ) -> list[Score]:
+        """The score of each (context, continuation), in order; `at_once` of them run together.
+
+        The first error cancels the others and is raised.
+        """
+        gate = asyncio.Semaphore(at_once)
+
+        async def run(request: Request) -> Score:
+            async with gate:
+                return parser.score(await self._start(request))
+
+        tasks = [asyncio.create_task(run(each)) for each in commands.scores(pairs, self._ids.next, options)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def ping(self) -> None:
         """Returns when the server has answered."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypedDict, TypeVar
 
@@ -151,6 +151,31 @@ def generate(prompt: str | Sequence[int], id: str, options: Mapping[str, Any]) -
 def chat(text: str, id: str, options: Mapping[str, Any]) -> Request:
     """`CHAT`: one user turn; `id` is used unless `options` names one."""
     return _request("CHAT", text, id, options, ())
+
+
+def score(
+    context: str | Sequence[int], continuation: str | Sequence[int], id: str, options: Mapping[str, Any]
+) -> Request:
+    """`SCORE` of a continuation behind a context: two texts, or token ids of both."""
+    if isinstance(context, str) != isinstance(continuation, str):
+        raise TypeError("context and continuation must both be a str or both be token ids")
+    before, behind = _score_part("context", context), _score_part("continuation", continuation)
+    return _request("SCORE", f'{{"context":{before},"continuation":{behind}}}', id, options, ())
+
+
+def scores(
+    pairs: Iterable[tuple[str | Sequence[int], str | Sequence[int]]],
+    next_id: Callable[[], str],
+    options: Mapping[str, Any],
+) -> list[Request]:
+    """A `SCORE` for each (context, continuation)."""
+    if "id" in options:
+        raise TypeError("id names one request; score_all() names its requests itself")
+    return [score(context, continuation, next_id(), options) for context, continuation in pairs]
+
+
+def _score_part(name: str, value: str | Sequence[int]) -> str:
+    return _quoted(name, value) if isinstance(value, str) else f"[{_token_ids(value)}]"
 
 
 def _request(verb: str, text: str, id: str, options: Mapping[str, Any], extra: Sequence[str]) -> Request:

@@ -11,6 +11,8 @@ PORT = 7311
 TIMEOUT = 60.0
 """Seconds of silence while an answer is due. A server sends news of a waiting request every 2 s."""
 CONNECT_TIMEOUT = 5.0
+AT_ONCE = 8
+"""Requests that run together on one connection; a server's default limit."""
 
 
 @dataclass(frozen=True, slots=True)

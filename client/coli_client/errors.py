@@ -24,6 +24,7 @@ __all__ = [
     "NotFound",
     "PayloadTooLarge",
     "ProtocolViolation",
+    "RequestEnded",
     "RequestFailed",
     "ServerClosed",
     "ServerError",
@@ -52,6 +53,10 @@ class ProtocolViolation(ColiError):
 
 class ClientInUse(ColiError):
     """A `Client` does one thing at a time: finish or cancel its generation, or use another `Client`."""
+
+
+class RequestEnded(ColiError):
+    """The request was ended (cancelled, out of time, server going down) before it had a result."""
 
 
 class ServerError(ColiError):

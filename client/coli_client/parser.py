@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from coli_client.errors import ProtocolViolation, ServerError, server_error
-from coli_client.results import Ack, Chunk, Info, Logprob, Result, Session, StatLine, Stats, Version
+from coli_client.errors import ProtocolViolation, RequestEnded, ServerError, server_error
+from coli_client.results import Ack, Chunk, Info, Logprob, Result, Score, Session, StatLine, Stats, Version
 
 _WORD = re.compile(r"(?<!\S)([a-z][a-z0-9_]*)=(\S+)")
 _DECODER = json.JSONDecoder()
@@ -90,6 +90,17 @@ def result(line: str, id: str, rest: str) -> Result:
         fields=fields,
         **figures,
     )
+
+
+def score(result: Result) -> Score:
+    """The score in the `DONE` line of a SCORE; raises `RequestEnded` where it ended without one."""
+    line, fields = f"DONE {result.id}", result.fields
+    if "logprob" not in fields:
+        raise RequestEnded(f"request {result.id} ended without a score: finish={result.finish}")
+    if fields.get("greedy") not in ("0", "1"):
+        raise violation("greedy= must be 0 or 1", line)
+    logprob = _float(line, fields, "logprob")
+    return Score(result.id, logprob, result.tokens, fields["greedy"] == "1", result.prompt_tokens, fields)
 
 
 def expect(word: str) -> Callable[[Sequence[str]], None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Ack", "Chunk", "Info", "Logprob", "Result", "Session", "StatLine", "Stats", "Version"]
+__all__ = ["Ack", "Chunk", "Info", "Logprob", "Result", "Score", "Session", "StatLine", "Stats", "Version"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,23 @@ class Result:
     route_kl: float | None = None
     mode: str | None = None
     scope: str | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a continuation is behind its context.
+
+    `logprob` is the sum of the natural log-probabilities of its `tokens` tokens, exactly as the server has it;
+    `greedy` says that each of them was the likeliest one. The context had `prompt_tokens` tokens. Every word
+    of the server's line is in `fields`.
+    """
+
+    id: str
+    logprob: float
+    tokens: int
+    greedy: bool
+    prompt_tokens: int
     fields: Mapping[str, str] = field(default_factory=dict)
 
 

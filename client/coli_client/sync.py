@@ -8,16 +8,16 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
 
-from coli_client import commands
+from coli_client import commands, parser
 from coli_client.commands import Command, Options, Request
 from coli_client.connection import Closed, Connection, Done, Event, Failed, Reply
-from coli_client.defaults import CONNECT_TIMEOUT, HOST, PORT, TIMEOUT, Address, IdSource
+from coli_client.defaults import AT_ONCE, CONNECT_TIMEOUT, HOST, PORT, TIMEOUT, Address, IdSource
 from coli_client.errors import ClientInUse, ColiError, ConnectionLost, Timeout
-from coli_client.results import Ack, Chunk, Info, Result, Session, StatLine, Stats, Version
+from coli_client.results import Ack, Chunk, Info, Result, Score, Session, StatLine, Stats, Version
 from coli_client.transcript import Transcript
 
 __all__ = ["Client", "Generation"]
@@ -88,6 +88,32 @@ class Client:
     def chat(self, text: str, **options: Unpack[Options]) -> Generation:
         """One user turn of the session's dialogue, through the model's chat template."""
         return self._start(commands.chat(text, self._ids.next(), options))
+
+    def score(
+        self, context: str | Sequence[int], continuation: str | Sequence[int], **options: Unpack[Options]
+    ) -> Score:
+        """How likely `continuation` is behind `context`: two texts, or token ids of both.
+
+        By stock routing, unless a routing option says otherwise.
+        """
+        request = commands.score(context, continuation, self._ids.next(), options)
+        return parser.score(self._start(request).wait())
+
+    def score_all(
+        self,
+        pairs: Iterable[tuple[str | Sequence[int], str | Sequence[int]]],
+        *,
+        at_once: int = AT_ONCE,
+        **options: Unpack[Options],
+    ) -> list[Score]:
+        """The score of each (context, continuation), in order; `at_once` of them run together.
+
+        After the first error no more are sent; it is raised when those that run have ended.
+        """
+        requests = commands.scores(pairs, self._ids.next, options)
+        with self._free_channel() as channel:
+            results = channel.run_all(requests, at_once)
+        return [parser.score(result) for result in results]
 
     def ping(self) -> None:
         """Returns when the server has answered."""
@@ -304,6 +330,29 @@ class _Channel:
             raise event.error
         self.running = request.id
         return cast(Ack, event)
+
+    def run_all(self, requests: Sequence[Request], at_once: int) -> list[Result]:
+        """Sends requests, at most `at_once` unfinished ones at a time; their results in order."""
+        results: dict[str, Result] = {}
+        errors: list[ColiError] = []
+        unsent, unfinished = deque(requests), 0
+        try:
+            while unfinished or (unsent and not errors):
+                if unsent and not errors and self._core.idle and unfinished < at_once:
+                    self._send(unsent.popleft())
+                    unfinished += 1
+                event = self.next()
+                if isinstance(event, Done):
+                    results[event.id] = event.result
+                elif isinstance(event, Failed):
+                    errors.append(event.error)
+                unfinished -= isinstance(event, Done | Failed)
+        except BaseException as error:
+            self._interrupted(error)
+            raise
+        if errors:
+            raise errors[0]
+        return [results[request.id] for request in requests]
 
     def next(self) -> Event:
         """The next event; raises the reason once the connection is closed."""

@@ -51,6 +51,8 @@ def test_the_lines_of_a_generation_have_their_form(block: list[str]) -> None:
         verb, _, rest = line.partition(" ")
         if verb == "TOK":
             assert isinstance(json.loads(rest.partition(" ")[2]), str)
+        elif verb == "DONE" and " logprob=" in line:
+            assert re.findall(r" ([a-z_]+)=", line) == WORDS_OF_SCORE
         elif verb == "DONE":
             assert re.findall(r" ([a-z_]+)=", line) in (WORDS_OF_DONE, WORDS_WITHOUT_METERS)
 
@@ -61,6 +63,24 @@ def _words_of_done(agree: float | None, kl: float | None) -> list[str]:
     return re.findall(r" ([a-z_]+)=", line.decode())
 
 
+def _words_of_score() -> list[str]:
+    line = replies.scored(
+        "1",
+        logprob=-1.0,
+        tokens=1,
+        greedy=True,
+        finish="stop",
+        prompt_tokens=1,
+        hit_pct=0.0,
+        lookups=0,
+        routing=Routing(swap_pct=0.0, swaps=0, slots=0, agree=None, kl=None),
+        mode="stock",
+        scope="shared",
+    )
+    return re.findall(r" ([a-z_]+)=", line.decode())
+
+
+WORDS_OF_SCORE = _words_of_score()
 WORDS_OF_DONE = _words_of_done(100.0, 0.0)
 WORDS_WITHOUT_METERS = _words_of_done(None, None)
 

@@ -178,7 +178,8 @@ class TestPayloads:
             (b"GEN bytes=5 \xff", "BAD_UTF8"),
             (b"SET bytes=5", "BAD_REQUEST"),
             (b"SET bytes=5 nothing", "BAD_OPTION"),
-            (b"SCORE bytes=5", "UNKNOWN_VERB"),
+            (b"JUDGE bytes=5", "UNKNOWN_VERB"),
+            (b"SCORE bytes=5", "BAD_REQUEST"),
         ],
     )
     def test_the_payload_of_a_refused_command_is_never_read_as_commands(

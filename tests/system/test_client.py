@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from coli_client import AsyncClient, BadOption, BadRequest, Client, ContextExceeded, DuplicateId, NotFound
+from coli_server.engine import Engine
+from coli_server.engine.sampler import log_softmax
+from coli_server.engine.scoring import split_tokens
 
 ENDLESS = 50_000
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "CLIENT.md"
@@ -36,7 +39,7 @@ async def aclient(daemon: Any) -> Any:
 
 def test_every_example_of_the_document_runs(daemon: Any, capsys: pytest.CaptureFixture[str]) -> None:
     examples = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL)
-    assert len(examples) == 9
+    assert len(examples) == 10
     names: dict[str, Any] = {}
     for example in examples:
         assert "7311" in example
@@ -146,6 +149,56 @@ async def test_side_by_side_gives_what_one_by_one_gives(aclient: AsyncClient) ->
     figures = await aclient.stat()
     assert figures.number("requests_total") >= len(prompts)
     assert [(await generation).text for generation in together] == alone
+
+
+PAIRS = [("The sea", " is wide"), ("a b", "c"), ([1, 2, 3], [4, 5])]
+
+
+@pytest.fixture(scope="module")
+def expected(small_model: Path) -> list[float]:
+    """The scores of `PAIRS` from the engine's own logits."""
+    engine = Engine.open(small_model, warm=False)
+    scores = []
+    for context, continuation in PAIRS:
+        if isinstance(context, str) and isinstance(continuation, str):
+            before, behind = split_tokens(engine.text, context, continuation)
+        else:
+            before, behind = [*context], [*continuation]  # type: ignore[list-item]
+        total = 0.0
+        for row, token in zip(engine.logits(before + behind)[len(before) - 1 :], behind, strict=False):
+            total += float(log_softmax(row)[token])
+        scores.append(total)
+    engine.close()
+    return scores
+
+
+def test_scores_are_those_of_the_engine_to_the_last_bit(client: Client, expected: list[float]) -> None:
+    assert [client.score(*pair).logprob for pair in PAIRS] == expected
+    assert [score.logprob for score in client.score_all(PAIRS * 3, at_once=5)] == expected * 3
+    client.ping()
+
+
+async def test_scores_side_by_side(aclient: AsyncClient, expected: list[float]) -> None:
+    assert (await aclient.score(*PAIRS[0])).logprob == expected[0]
+    assert [score.logprob for score in await aclient.score_all(PAIRS * 3)] == expected * 3
+
+
+def test_a_score_that_is_refused_leaves_the_client_usable(client: Client) -> None:
+    with pytest.raises(BadOption, match="SCORE takes no option max"):
+        client.score("a", "b", max=3)
+    with pytest.raises(ContextExceeded):
+        client.score([1] * 65_536, [1])
+    with pytest.raises(BadRequest, match="no token for the beginning"):
+        client.score("", "a")
+    with pytest.raises(BadRequest, match="not in"):
+        client.score_all([([1], [2]), ([1], [10_000_000]), ([1], [3])])
+    assert client.score([1], [2]).tokens == 1
+
+
+async def test_a_score_that_is_refused_cancels_the_others(aclient: AsyncClient) -> None:
+    with pytest.raises(BadRequest, match="not in"):
+        await aclient.score_all([([1], [2]), ([1], [10_000_000]), ([1], [3])])
+    assert (await aclient.score([1], [2])).tokens == 1
 
 
 async def test_a_cancelled_task_cancels_its_request(aclient: AsyncClient) -> None:

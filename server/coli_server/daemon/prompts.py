@@ -34,13 +34,14 @@ class Prompts:
     async def of_score(self, score: ScoreText) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The tokens of a context, never empty, and of the continuation that is to be scored behind it."""
         context, continuation = score.context, score.continuation
-        if isinstance(context, str):
+        if isinstance(context, str) and isinstance(continuation, str):
             loop = asyncio.get_running_loop()
             before, behind = await loop.run_in_executor(
                 self._executor, split_tokens, self._text, context, continuation
             )
         else:
-            before, behind = list(context) or [self._text.beginning], list(continuation)
+            before, behind = [int(id) for id in context], [int(id) for id in continuation]
+            before = before or [self._text.beginning]
         ids = self._in_vocabulary((*before, *behind))
         if len(ids) > self.capacity:
             raise self._exceeded(len(ids), "the context and its continuation do not fit")

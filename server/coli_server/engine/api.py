@@ -13,7 +13,7 @@ from typing import Literal
 from coli_server.routing import RoutePolicy
 from coli_server.telemetry.counters import Counters
 
-Kind = Literal["gen", "chat"]
+Kind = Literal["gen", "chat", "score"]
 Finish = Literal["stop", "length", "cancelled", "deadline", "drained"]
 
 
@@ -31,10 +31,12 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Everything an engine needs to answer one GEN or CHAT.
+    """Everything an engine needs to answer one GEN, CHAT or SCORE.
 
     `key` is unique in the process; `session` is the owner of counters and reusable KV. A `chat` request
     may also reuse the KV of this session's generated tokens, a `gen` request only KV of stock prefill.
+    A `score` request draws nothing: it feeds `continuation` behind `prompt` and asks how likely it was; its
+    `max_tokens` is the length of the continuation.
     `deadline` is a `time.monotonic()` value in seconds. `logprobs` is how many alternatives to report.
     """
 
@@ -47,6 +49,7 @@ class GenerationRequest:
     sampling: SamplingOptions = SamplingOptions()
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
+    continuation: tuple[int, ...] = ()
     deadline: float | None = None
 
 
@@ -90,8 +93,20 @@ class TextChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a continuation was: the sum of its tokens' natural log-probabilities, and whether each of
+    them was the likeliest one (ties go to the lower id)."""
+
+    logprob: float
+    greedy: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
-    """The request ended well (one of the five outcomes); its own counters, and times in seconds."""
+    """The request ended well (one of the five outcomes); its own counters, and times in seconds.
+
+    `score` is there when a `score` request came to its end; its `tokens` are those that were scored.
+    """
 
     key: int
     finish: Finish
@@ -100,6 +115,7 @@ class Finished:
     prompt_tokens: int
     ttft_seconds: float | None
     decode_seconds: float
+    score: Score | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,11 +60,12 @@ class Generation:
         return Span(self.sequence, (self.tokens[-1],), False, position + 1)
 
     def accept(self, logits: F32, now: float) -> tuple[TextChunk | None, Finish | None]:
-        """Draw the next token from `logits`, float32 [vocab], at time `now` (seconds, monotonic).
+        """Draw the next token from `logits`, float32 [1, vocab], at time `now` (seconds, monotonic).
 
         Returns the text that may be sent now, and how the request ended if it did.
         """
-        token = self._sampler.choose(logits)
+        (row,) = logits
+        token = self._sampler.choose(row)
         self.tokens.append(token)
         counters = self.sequence.counters
         counters.generated_tokens_total += 1
@@ -77,7 +78,7 @@ class Generation:
             return self._flush(), "stop"
         self._unsent.append(token)
         if self.request.logprobs is not None:
-            self._unsent_logprobs.append(self._logprobs(token, logits, self.request.logprobs))
+            self._unsent_logprobs.append(self._logprobs(token, row, self.request.logprobs))
         ready = self._stops.push(self._stream.push(token))
         if self._stops.stopped:
             return self._chunk(ready), "stop"

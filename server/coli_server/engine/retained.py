@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import get_args
 
 from coli_server.engine.api import GenerationRequest, Kind
 from coli_server.engine.engine import Engine
@@ -12,8 +13,9 @@ from coli_server.engine.kv import KvCache
 class KvStore:
     """Hands out KV caches and takes them back. What may be reused by whom: docs/CACHE_ROUTE.md, KV.
 
-    GEN and CHAT of one session keep a cache each; a cache is in use by one request at a time, and none ever
-    passes to another session. Retained caches give way, oldest first, when a new request needs the memory.
+    GEN, CHAT and SCORE of one session keep a cache each; a cache is in use by one request at a time, and
+    none ever passes to another session. Retained caches give way, oldest first, when a new
+    request needs the memory.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -49,7 +51,7 @@ class KvStore:
         """The request is over. Its cache is retained where a later request may use any of it."""
         self._in_use -= kv.nbytes
         kv.origin = request.policy
-        if request.kind == "gen":
+        if request.kind != "chat":
             kv.truncate(kv.stock)
         if retain and kv.length and not (request.policy.active and request.policy.prefill):
             self._retained[request.session, request.kind] = kv.resized(kv.length)
@@ -57,7 +59,7 @@ class KvStore:
 
     def forget(self, session: str) -> None:
         """Drop what is retained for `session`."""
-        for kind in ("gen", "chat"):
+        for kind in get_args(Kind):
             self._retained.pop((session, kind), None)
 
     def _reusable(self, kv: KvCache, request: GenerationRequest) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coli_server.engine.api import (
     EngineSnapshot,
@@ -25,9 +26,10 @@ from coli_server.engine.api import (
     Progress,
     Started,
 )
-from coli_server.engine.engine import Engine
+from coli_server.engine.engine import PREFILL_CHUNK, Engine
 from coli_server.engine.generation import Generation
 from coli_server.engine.retained import KvStore
+from coli_server.engine.scoring import LOGIT_ROWS, Scoring
 from coli_server.engine.step import Span
 from coli_server.errors import ColiError
 from coli_server.telemetry.counters import Counters
@@ -99,7 +101,7 @@ class EngineService:
         self._snapshot = EngineSnapshot()
         self._events: list[Event] = []
         self._waiting: deque[_Submit] = deque()
-        self._running: dict[int, Generation] = {}
+        self._running: dict[int, Generation | Scoring] = {}
         self._sessions: dict[str, Counters] = {SYSTEM: Counters()}
         self._closed = Counters()
         self._dropped: set[str] = set()
@@ -226,20 +228,32 @@ class EngineService:
                 return
             self._waiting.popleft()
             sequence = engine.new_sequence(request.policy, kv)
-            generation = Generation(request, sequence, engine.text, engine.end_ids)
-            generation.since(submitted.at)
+            generation: Generation | Scoring
+            if request.kind == "score":
+                generation = Scoring(request, sequence)
+            else:
+                generation = Generation(request, sequence, engine.text, engine.end_ids)
+                generation.since(submitted.at)
             sequence.counters.prompt_tokens_total += len(request.prompt)
             self._running[request.key] = generation
             self._events.append(Started(request.key))
 
     def _step(self, engine: Engine) -> None:
-        """One step of everything that decodes, and of the first request whose prompt is not read yet."""
+        """One step of everything that decodes, and of the first request whose prompt is not read yet.
+
+        Texts to be scored are many and short: as many as fill the step are read together.
+        """
         decoding = [generation for generation in self._running.values() if not generation.in_prompt]
-        reading = next((each for each in self._running.values() if each.in_prompt), None)
+        reading = [generation for generation in self._running.values() if generation.in_prompt]
         batch = [(generation, generation.next_span(1)) for generation in decoding]
-        if reading is not None:
-            chunk = engine.prompt_chunk(reading.request.policy)
-            batch.append((reading, reading.next_span(min(chunk, SHARED_CHUNK) if decoding else chunk)))
+        room, wanted = SHARED_CHUNK if decoding else PREFILL_CHUNK, 0
+        for generation in reading:
+            span = generation.next_span(min(engine.prompt_chunk(generation.request.policy), room))
+            batch.append((generation, span))
+            room -= len(span.ids)
+            wanted += span.wanted
+            if room <= 0 or wanted >= LOGIT_ROWS or generation.request.kind != "score":
+                break
         try:
             self._advance(engine, batch)
         except Exception as error:
@@ -253,7 +267,7 @@ class EngineService:
                 except Exception as own:
                     self._fail(single[0], own)
 
-    def _advance(self, engine: Engine, batch: list[tuple[Generation, Span]]) -> None:
+    def _advance(self, engine: Engine, batch: list[tuple[Generation | Scoring, Span]]) -> None:
         logits = engine.step([span for _, span in batch])
         now = time.monotonic()
         row = 0
@@ -264,14 +278,12 @@ class EngineService:
             if span.want == "none":
                 continue
             try:
-                self._accept(generation, logits[row], now)
+                self._accept(generation, logits[row : row + span.wanted], now)
             except Exception as error:
                 self._fail(generation, error)
-            row += 1
+            row += span.wanted
 
-    def _accept(
-        self, generation: Generation, logits: np.ndarray[tuple[int], np.dtype[np.float32]], now: float
-    ) -> None:
+    def _accept(self, generation: Generation | Scoring, logits: NDArray[np.float32], now: float) -> None:
         chunk, finish = generation.accept(logits, now)
         if chunk is not None:
             self._events.append(chunk)
@@ -295,7 +307,7 @@ class EngineService:
                 self._fold(waiting.request.session)
                 return
 
-    def _fail(self, generation: Generation, error: Exception) -> None:
+    def _fail(self, generation: Generation | Scoring, error: Exception) -> None:
         request = generation.request
         if isinstance(error, ColiError):
             code = error.code if error.code in ("MODEL", "INTERNAL") else "INTERNAL"
@@ -306,7 +318,7 @@ class EngineService:
             log.error("request %d failed", request.key, exc_info=error)
         self._close(generation, Failed(request.key, code, message, generation.sequence.counters.copy()))
 
-    def _close(self, generation: Generation, event: Finished | Failed) -> None:
+    def _close(self, generation: Generation | Scoring, event: Finished | Failed) -> None:
         request = generation.request
         del self._running[request.key]
         retain = isinstance(event, Finished) and request.session not in self._dropped

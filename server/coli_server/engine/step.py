@@ -79,6 +79,11 @@ class Span:
         return policy if not self.prompt or policy.prefill else STOCK
 
     @property
+    def wanted(self) -> int:
+        """How many rows of logits are needed."""
+        return {"none": 0, "last": 1, "all": len(self.ids)}[self.want]
+
+    @property
     def counted(self) -> bool:
         """Whether the tokens belong to the meters' window (docs/CACHE_ROUTE.md, meters)."""
         return not self.prompt or (self.sequence.policy.active and self.sequence.policy.prefill)

@@ -87,6 +87,18 @@ class Text:
         ids = list(self._plain.encode(text, add_special_tokens=True).ids)
         return ids if self._bos is None or ids[:1] == [self._bos] else [self._bos, *ids]
 
+    @property
+    def beginning(self) -> int:
+        """The token that stands before a text which nothing precedes: beginning-of-text, else end-of-text.
+
+        Raises TextError for a tokenizer that names neither.
+        """
+        for name in ("bos_token", "eos_token"):
+            token = self._control.token_to_id(self._names.get(name, ""))
+            if token is not None:
+                return int(token)
+        raise TextError("the context is empty, and this model has no token for the beginning of a text")
+
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a dialogue, ready for the assistant's next turn.
 

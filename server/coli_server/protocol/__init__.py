@@ -8,7 +8,7 @@
 """
 
 from coli_server.protocol import replies
-from coli_server.protocol.commands import Command
+from coli_server.protocol.commands import Command, ScoreText
 from coli_server.protocol.errors import CODES, CodeInfo, ErrorCode, ProtocolError
 from coli_server.protocol.framer import DEFAULT_PAYLOAD, MAX_LINE, MAX_PAYLOAD, Event, Framer, Limits, Pending
 from coli_server.protocol.options import DEFAULTS, OPTIONS, SETTABLE, Option, OptionValue, is_identifier
@@ -36,6 +36,7 @@ __all__ = [
     "Pending",
     "ProtocolError",
     "Routing",
+    "ScoreText",
     "Summary",
     "Verb",
     "is_identifier",

@@ -8,6 +8,16 @@ from types import MappingProxyType
 
 from coli_server.protocol.options import OptionValue
 
+ScorePart = str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreText:
+    """What SCORE scores: `continuation` behind `context`, both texts or both token ids."""
+
+    context: ScorePart
+    continuation: ScorePart
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -16,8 +26,8 @@ class Command:
     `verb` is the canonical upper-case name (`STATS` is `STAT`). `options` maps option names to typed values
     (`stop` to a tuple of strings), without `id` and `bytes`; for SET it holds the one option that is set.
     `arguments` are the words of the verbs that take words. `text` is the prompt of GEN or the turn of CHAT,
-    decoded; with `ids=1` it is empty and `token_ids` holds the prompt instead. `size` is the bytes of the
-    line and its payload, for whoever bounds how much may wait; it does not count when commands are compared.
+    decoded; with `ids=1` it is empty and `token_ids` holds the prompt instead. `score` is what SCORE asks
+    for. `size` is the bytes of the line and its payload, for whoever bounds how much may wait; it does not count when commands are compared.
     """
 
     verb: str
@@ -26,4 +36,5 @@ class Command:
     arguments: tuple[str, ...] = ()
     text: str = ""
     token_ids: tuple[int, ...] | None = None
+    score: ScoreText | None = None
     size: int = field(default=0, compare=False)

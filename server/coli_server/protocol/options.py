@@ -15,6 +15,7 @@ from coli_server.ranges import FLAG, INT32_MAX, ROUTING, SAMPLING, NumberRange, 
 OptionValue = Value | tuple[str, ...]
 
 MAX_STOPS: Final = 4
+_REQUESTS: Final = ("GEN", "CHAT", "SCORE")
 
 _IDENTIFIER = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 IDENTIFIER_RULE: Final = "1 to 64 of letters, digits, '.', '_' and '-'"
@@ -51,7 +52,7 @@ def _sampling(name: str, help: str, default: OptionValue = None, *, settable: bo
 
 
 def _routing(name: str, help: str) -> Option:
-    return Option(name, help, ROUTING[name])
+    return Option(name, help, ROUTING[name], verbs=_REQUESTS)
 
 
 _TABLE: Final = (
@@ -59,6 +60,7 @@ _TABLE: Final = (
         "id",
         "names the request; the command then runs beside the ones that follow it",
         rule=IDENTIFIER_RULE,
+        verbs=_REQUESTS,
         settable=False,
     ),
     _sampling("max", "most tokens to generate; cut to the room that is left", 256),
@@ -91,7 +93,13 @@ _TABLE: Final = (
         settable=False,
     ),
     _sampling("logprobs", "report the chosen token's and this many best log-probabilities"),
-    _sampling("deadline_ms", "end the answer after this many milliseconds", settable=False),
+    Option(
+        "deadline_ms",
+        "end the request after this many milliseconds",
+        SAMPLING["deadline_ms"],
+        verbs=_REQUESTS,
+        settable=False,
+    ),
     _routing("cache_route", "1: choose experts with an eye on the cache"),
     _routing("route_mode", "how: max-rank or cache-prior"),
     _routing("route_j", "the router's best J are always taken"),
@@ -149,6 +157,11 @@ def parse_token_ids(text: str) -> tuple[int, ...]:
     raise ProtocolError(
         "BAD_REQUEST", f"with ids=1 the text must be token ids with commas between them, each {_TOKEN_ID}"
     )
+
+
+def is_token_id(value: object) -> bool:
+    """Whether `value`, out of JSON, may be a token id of some vocabulary."""
+    return type(value) is int and _TOKEN_ID.contains(value)
 
 
 def _outside(option: Option, word: str) -> ProtocolError:

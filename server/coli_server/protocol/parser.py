@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from coli_server.protocol.commands import Command
+from coli_server.protocol.commands import Command, ScorePart, ScoreText
 from coli_server.protocol.errors import ProtocolError
 from coli_server.protocol.options import (
     IDENTIFIER_RULE,
@@ -17,6 +17,7 @@ from coli_server.protocol.options import (
     OptionValue,
     find_option,
     is_identifier,
+    is_token_id,
     parse_token_ids,
     parse_value,
 )
@@ -61,6 +62,8 @@ def _parse(words: Words, payload: bytes | None) -> Command:
             return _assignment_command(verb, rest, body)
         case "text":
             return _text_command(verb, options, rest, body)
+        case "json":
+            return _score_command(verb, options, rest, body)
 
 
 def _words_command(verb: Verb, rest: str, body: str | None) -> Command:
@@ -122,22 +125,60 @@ def _assignment_command(verb: Verb, rest: str, body: str | None) -> Command:
 
 
 def _text_command(verb: Verb, options: dict[str, OptionValue], rest: str, body: str | None) -> Command:
-    if body is not None and rest:
-        raise ProtocolError("BAD_REQUEST", "a text on the line and a payload as well")
-    text = _decode_text(rest) if body is None else body
-    if not text:
-        raise ProtocolError("BAD_REQUEST", f"empty text; usage: {verb.usage}")
+    text = _only_text(verb, _decode_text(rest) if body is None else rest, body)
     token_ids = None
     if options.pop("ids", False):
         token_ids, text = parse_token_ids(text), ""
-    request_id = options.pop("id", None)
-    return Command(
-        verb.name,
-        id=request_id if isinstance(request_id, str) else None,
-        options=_frozen(options),
-        text=text,
-        token_ids=token_ids,
-    )
+    id = _pop_id(options)
+    return Command(verb.name, id=id, options=_frozen(options), text=text, token_ids=token_ids)
+
+
+def _score_command(verb: Verb, options: dict[str, OptionValue], rest: str, body: str | None) -> Command:
+    try:
+        value = json.loads(_only_text(verb, rest, body), object_pairs_hook=_distinct)
+    except (ValueError, RecursionError):  # RecursionError: brackets nested without end
+        value = None
+    if not isinstance(value, dict) or value.keys() != {"context", "continuation"}:
+        raise ProtocolError("BAD_REQUEST", f"no such JSON object; usage: {verb.usage}")
+    context, continuation = (_score_part(name, value[name]) for name in ("context", "continuation"))
+    if type(context) is not type(continuation):
+        raise ProtocolError("BAD_REQUEST", "context and continuation must both be texts or both token ids")
+    if not continuation:
+        raise ProtocolError("BAD_REQUEST", "the continuation is empty")
+    id = _pop_id(options)
+    return Command(verb.name, id=id, options=_frozen(options), score=ScoreText(context, continuation))
+
+
+def _score_part(name: str, value: object) -> ScorePart:
+    """A text, or token ids as a tuple."""
+    if isinstance(value, str):
+        return _encodable(value)
+    if isinstance(value, list) and all(map(is_token_id, value)):
+        return tuple(value)
+    raise ProtocolError("BAD_REQUEST", f"{name} must be a string or a list of token ids")
+
+
+def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object; ValueError for a name given twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError
+    return found
+
+
+def _only_text(verb: Verb, rest: str, body: str | None) -> str:
+    """The text of a command, which stands on the line or in the payload."""
+    if body is not None and rest:
+        raise ProtocolError("BAD_REQUEST", "a text on the line and a payload as well")
+    text = rest if body is None else body
+    if not text:
+        raise ProtocolError("BAD_REQUEST", f"empty text; usage: {verb.usage}")
+    return text
+
+
+def _pop_id(options: dict[str, OptionValue]) -> str | None:
+    id = options.pop("id", None)
+    return id if isinstance(id, str) else None
 
 
 def _options(verb: Verb, words: Words) -> dict[str, OptionValue]:
@@ -189,11 +230,16 @@ def _json_string(word: str) -> str | None:
         value: str = json.loads(word)
     except ValueError:
         return None
+    return _encodable(value)
+
+
+def _encodable(text: str) -> str:
+    """`text` as it is; raises ProtocolError BAD_UTF8 for half of a surrogate pair."""
     try:
-        value.encode()
+        text.encode()
     except UnicodeEncodeError:
         raise ProtocolError("BAD_UTF8", "half a surrogate pair in a JSON string") from None
-    return value
+    return text
 
 
 def _utf8(data: bytes, what: str) -> str:

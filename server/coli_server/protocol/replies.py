@@ -127,6 +127,39 @@ def done(id: str, summary: Summary) -> bytes:
     return _line(" ".join(words))
 
 
+def scored(
+    id: str,
+    *,
+    logprob: float | None,
+    tokens: int,
+    greedy: bool,
+    finish: str,
+    prompt_tokens: int,
+    hit_pct: float,
+    lookups: int,
+    routing: Routing,
+    mode: str,
+    scope: str,
+) -> bytes:
+    """DONE of a SCORE. `logprob` is exact (it reads back as the same float64), None where none is."""
+    words = [f"DONE {_word(id)}"]
+    if logprob is not None:
+        words.append(f"logprob={logprob!r}")
+    words.append(f"tokens={tokens}")
+    if logprob is not None:
+        words.append(f"greedy={int(greedy)}")
+    words += [
+        f"finish={_word(finish)}",
+        f"prompt_tokens={prompt_tokens}",
+        f"hit_pct={hit_pct:.1f}",
+        f"lookups={lookups}",
+        routing.words(),
+        f"mode={_word(mode)}",
+        f"scope={_word(scope)}",
+    ]
+    return _line(" ".join(words))
+
+
 def error(
     code: str,
     message: str,
@@ -206,7 +239,7 @@ def _one_verb(verb: Verb) -> list[str]:
 def _applies(option: Option, verb: Verb) -> bool:
     if verb.shape == "assignment":
         return option.settable
-    return verb.name in option.verbs or (verb.shape == "text" and option.name == "bytes")
+    return verb.name in option.verbs or (verb.shape in ("text", "json") and option.name == "bytes")
 
 
 def _word(value: object) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal
 
-Shape = Literal["words", "text", "assignment"]
+Shape = Literal["words", "text", "json", "assignment"]
 
 STAT_SECTIONS: Final = (
     "all",
@@ -25,7 +25,8 @@ STAT_SECTIONS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """One verb. `shape` is what follows its option words: some words, a free text, or a name and a value.
+    """One verb. `shape` is what follows its option words: some words, a free text, a JSON object, or a
+    name and a value.
 
     `least` and `most` bound the number of words of a verb of shape "words".
     """
@@ -80,6 +81,13 @@ _TABLE: Final = (
         "one turn of this session's dialogue",
         "ACK, TOK lines, DONE",
         shape="text",
+    ),
+    Verb(
+        "SCORE",
+        'SCORE [option=value ...] {"context": ..., "continuation": ...}',
+        "how likely a text is after another one, by stock routing unless an option says otherwise",
+        "ACK, DONE <id> logprob=<nats> tokens=<n> greedy=<0 or 1>",
+        shape="json",
     ),
     Verb("CANCEL", "CANCEL <id>", "end a running request of this session", "OK", least=1, most=1),
     Verb("RESET", "RESET", "forget this session's dialogue; figures stay", "OK"),
