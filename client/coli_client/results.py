@@ -85,7 +85,7 @@ class Result:
 class Score:
     """How likely a continuation is behind its context.
 
-    `logprob` is the sum of the natural log-probabilities of its `tokens` tokens, exactly as the server has it;
+    `logprob` is the sum of the natural log-probabilities of its `tokens` tokens, bit for bit the server's;
     `greedy` says that each of them was the likeliest one. The context had `prompt_tokens` tokens. Every word
     of the server's line is in `fields`.
     """

@@ -27,7 +27,8 @@ class Command:
     (`stop` to a tuple of strings), without `id` and `bytes`; for SET it holds the one option that is set.
     `arguments` are the words of the verbs that take words. `text` is the prompt of GEN or the turn of CHAT,
     decoded; with `ids=1` it is empty and `token_ids` holds the prompt instead. `score` is what SCORE asks
-    for. `size` is the bytes of the line and its payload, for whoever bounds how much may wait; it does not count when commands are compared.
+    for. `size` is the bytes of the line and its payload, for whoever bounds how much may wait; it does not
+    count when commands are compared.
     """
 
     verb: str
