@@ -119,6 +119,32 @@ def test_a_request_that_is_refused_is_one_line_and_status_1(run_coli: RunColi, d
     assert done.err.startswith("coli: BAD_REQUEST: ")
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("gen", "a", *("--stop=x",) * 5), "stop has 5 strings; at most 4 are allowed"),
+        (("gen", "a", "--session", "a b"), "id='a b' must be 1 to 64 of letters"),
+        (("gen", "\udcff"), "prompt holds half a surrogate pair"),
+        (("stat", "line"), "section 'line' is not a table"),
+        (("stat", "no such section"), "section='no such section' must be"),
+    ],
+)
+def test_what_the_client_refuses_to_send_is_one_line(
+    run_coli: RunColi, daemon: Daemon, words: tuple[str, ...], message: str
+) -> None:
+    done = run_coli(*words, "--connect", daemon.address)
+    assert done.status == 2
+    assert done.err.startswith(f"coli: {message}")
+    assert done.err.count("\n") == 1
+
+
+def test_stat_reset_starts_a_new_window(run_coli: RunColi, daemon: Daemon) -> None:
+    assert run_coli("gen", "a", "--max=1", "--connect", daemon.address).status == 0
+    assert run_coli("stat", "reset", "--connect", daemon.address).out == ""
+    figures = json.loads(run_coli("stat", "--json", "--connect", daemon.address).out)
+    assert figures["requests_total"] == figures["generated_tokens_total"] == 0
+
+
 def test_stat_shows_sections_as_text_and_as_json(run_coli: RunColi, daemon: Daemon) -> None:
     route = run_coli("stat", "route", "--connect", daemon.address)
     assert re.search(r"^route_mode +max-rank$", route.out, re.MULTILINE)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from coli_client import Client
@@ -90,6 +91,15 @@ def connect_address(word: str, source: str) -> Address:
 def client_of(address: Address) -> Client:
     """A client, not connected yet, of the daemon that listens there."""
     return Client(address.host if address.path is None else f"unix:{address.path}", address.port)
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """What the client library refuses to send is the user's mistake here: say so as any other one."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(str(error)) from None
 
 
 def _for_client(value: Any) -> Any:

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 
 from coli_client import Client
-from coli_server.cli.arguments import client_of, connect_address, routing_options
+from coli_server.cli.arguments import client_of, connect_address, refusals, routing_options
 from coli_server.errors import ConfigurationError
 from coli_server.ranges import ROUTING
 from coli_server.settings import SETTINGS, add_arguments
@@ -45,7 +45,8 @@ def attached(arguments: argparse.Namespace) -> Iterator[Client]:
         options = routing_options(arguments)
         client = stack.enter_context(client_of(address))
         if arguments.session is not None:
-            client.session(arguments.session)
+            with refusals():
+                client.session(arguments.session)
         if arguments.connect is not None:
             for name, value in options.items():
                 client.set(name, value)

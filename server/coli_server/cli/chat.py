@@ -7,13 +7,20 @@ Under each answer stands what it cost: tokens, tokens per second, share of exper
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from coli_client import Client, ServerClosed, ServerError
 from coli_server.cli.answer import answered
-from coli_server.cli.arguments import add_request_arguments, make_parser, option_value, request_options
+from coli_server.cli.arguments import (
+    add_request_arguments,
+    make_parser,
+    option_value,
+    refusals,
+    request_options,
+)
 from coli_server.cli.attach import add_daemon_arguments, attached
 from coli_server.errors import ConfigurationError
 
@@ -37,7 +44,8 @@ def main(words: Sequence[str]) -> int:
     options = request_options(arguments)
     with attached(arguments) as client:
         if arguments.system is not None:
-            client.set("system", arguments.system)
+            with refusals():
+                client.set("system", arguments.system)
         Chat(client, options).run(_lines())
     return 0
 
@@ -45,6 +53,10 @@ def main(words: Sequence[str]) -> int:
 def _lines() -> Iterator[str]:
     """What the person says, line by line: edited on a terminal, as it is from elsewhere."""
     if not sys.stdin.isatty():
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(
+                errors="replace"
+            )  # a byte that is no UTF-8 spoils one character, not the talk
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
     with contextlib.suppress(ImportError):

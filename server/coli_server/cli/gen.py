@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from coli_client import Generation
 from coli_server.cli.answer import answered
-from coli_server.cli.arguments import add_request_arguments, make_parser, request_options
+from coli_server.cli.arguments import add_request_arguments, make_parser, refusals, request_options
 from coli_server.cli.attach import add_daemon_arguments, attached
 from coli_server.ranges import FLAG
 from coli_server.settings import SETTINGS
@@ -21,9 +22,15 @@ def main(words: Sequence[str]) -> int:
     add_daemon_arguments(parser)
     arguments = parser.parse_args(_spelled_out(words))
     options = request_options(arguments)
-    prompt = sys.stdin.read().removesuffix("\n") if arguments.prompt == "-" else arguments.prompt
+    with refusals():
+        prompt = sys.stdin.read().removesuffix("\n") if arguments.prompt == "-" else arguments.prompt
+
+    def start() -> Generation:
+        with refusals():
+            return client.generate(prompt, **options)
+
     with attached(arguments) as client:
-        result, figures = answered(client, lambda: client.generate(prompt, **options))
+        result, figures = answered(client, start)
     print()
     print(figures, file=sys.stderr)
     return 130 if result.finish == "cancelled" else 0
