@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -143,3 +144,24 @@ async def test_two_sessions_may_use_the_same_id_and_cancel_ends_only_their_own(r
     one.send("CANCEL a")
     await one.until("DONE a finish=cancelled")
     await running.figures_when(requests_running="1", requests_cancelled_total="1")
+
+
+async def test_a_flood_of_short_commands_is_answered_one_by_one_from_a_bounded_backlog(
+    running: Running,
+) -> None:
+    client = await running.connect()
+    sizes: list[int] = []
+
+    async def watch() -> None:
+        while True:
+            sizes.extend(len(connection._waiting) for connection in running.daemon._connections)
+            await asyncio.sleep(0)
+
+    watching = asyncio.create_task(watch())
+    client.writer.write(b"PING\n" + b"x\n" * 30_000 + b"PING\n")
+    client.end()
+    lines = await client.rest()
+    watching.cancel()
+    assert (lines[0], lines[-1], len(lines)) == ("PONG", "PONG", 30_002)
+    assert all(line.startswith("ERR UNKNOWN_VERB") for line in lines[1:-1])
+    assert 100 < max(sizes) < 3000

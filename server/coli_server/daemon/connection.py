@@ -24,7 +24,10 @@ log = logging.getLogger(__name__)
 # Reading stops while commands of so many bytes wait for their turn. It is not one command
 # alone: the end of the input lies behind all of them, and tells that the client may be gone.
 BACKLOG = 256 * 1024
-COMMAND_COST = 256
+# What a command or an error without text counts: about what it takes in memory.
+COMMAND_COST = 1024
+# Bytes are framed in pieces, so that a block of shortest commands does not become many times as much at once.
+PIECE = 4096
 # How long to read and drop what the peer has sent when the connection closes: closing a socket with unread
 # input resets the connection, and the peer may lose the reply that it has not read yet.
 LINGER_SECONDS = 2.0
@@ -32,6 +35,8 @@ LINGER_SECONDS = 2.0
 # a client that is gone, so it is tried more often.
 INFO_SECONDS = 2.0
 INFO_SECONDS_AFTER_END = 1.0
+# A machine that vanished is noticed after two minutes, not after the kernel's two hours.
+KEEP_ALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
 
 
 class Connection(asyncio.Protocol):
@@ -49,10 +54,12 @@ class Connection(asyncio.Protocol):
         self._state: Literal["open", "closing", "closed"] = "open"
         limits = Limits(line=core.settings.line_bytes, payload=core.settings.payload_bytes)
         self._framer = Framer(limits)
+        self._unframed = bytearray()
         self._waiting: deque[Event] = deque()
         self._backlog = 0
         self._arrived = asyncio.Event()
         self._input_ended = False
+        self._all_framed = False
         self._last_call = False
         self._answering = False
         self._flush_seconds = core.settings.write_seconds
@@ -73,6 +80,7 @@ class Connection(asyncio.Protocol):
             on_slow=self._slow,
         )
         self._conversation = Conversation(self._core, self._send, trusted=_is_local(transport))
+        _keep_alive(transport)
         if self._refuse is not None:
             self.fail("TOO_MANY_CLIENTS", self._refuse)
         else:
@@ -82,16 +90,14 @@ class Connection(asyncio.Protocol):
         self._core.meters.bytes_in_total += len(data)
         if self._state == "open":
             self._last_input = self._loop.time()
-            self._enqueue(self._framer.feed(data))
-            if self._backlog > BACKLOG:
-                self._transport.pause_reading()
+            self._unframed += data
+            self._frame()
 
     def eof_received(self) -> bool:
         """The peer sends no more. True keeps the connection open for what is still to be answered."""
         self._input_ended = True
         if self._state == "open":
-            self._enqueue(self._framer.end())
-            self._arrived.set()
+            self._frame()
             return True
         self._close()
         return False
@@ -101,6 +107,7 @@ class Connection(asyncio.Protocol):
             log.debug("a client is gone: %s", exc)
         self._state = "closed"
         self._input_ended = True
+        self._unframed.clear()
         self._waiting.clear()
         self._arrived.set()
         self._output.close()
@@ -158,6 +165,7 @@ class Connection(asyncio.Protocol):
         if self._state != "open":
             return
         self._state = "closing"
+        self._unframed.clear()
         self._waiting.clear()
         self._arrived.set()
         self._conversation.cancel()
@@ -169,6 +177,21 @@ class Connection(asyncio.Protocol):
         self._transport.resume_reading()
 
     # Commands, one after another
+
+    def _frame(self) -> None:
+        """Turn bytes into commands until enough of them wait; then stop reading until they do not."""
+        while self._unframed and self._backlog <= BACKLOG:
+            self._enqueue(self._framer.feed(bytes(self._unframed[:PIECE])))
+            del self._unframed[:PIECE]
+        if self._input_ended:
+            if not self._unframed:
+                self._enqueue(self._framer.end())
+                self._all_framed = True
+                self._arrived.set()
+        elif self._unframed:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
 
     def _enqueue(self, events: list[Event]) -> None:
         for event in events:
@@ -198,14 +221,14 @@ class Connection(asyncio.Protocol):
     async def _next(self) -> Event | None:
         """The next command or error; None after the last one."""
         while not self._waiting:
-            if self._input_ended or self._last_call or self._state != "open":
+            if self._all_framed or self._last_call or self._state != "open":
                 return None
             self._arrived.clear()
             await self._arrived.wait()
         event = self._waiting.popleft()
         self._backlog -= _cost(event)
-        if self._backlog <= BACKLOG // 2 and self._state == "open" and not self._input_ended:
-            self._transport.resume_reading()
+        if self._unframed and self._backlog <= BACKLOG // 2 and self._state == "open":
+            self._frame()
         return event
 
     async def _answer(self, event: Event) -> None:
@@ -240,6 +263,15 @@ class Connection(asyncio.Protocol):
 
 def _cost(event: Event) -> int:
     return COMMAND_COST + (event.size if isinstance(event, Command) else 0)
+
+
+def _keep_alive(transport: asyncio.BaseTransport) -> None:
+    """Have the kernel ask now and then whether the peer's machine is still there."""
+    one = transport.get_extra_info("socket")
+    if one.family != socket.AF_UNIX:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEP_ALIVE.items():
+            one.setsockopt(socket.IPPROTO_TCP, name, value)
 
 
 def _is_local(transport: asyncio.BaseTransport) -> bool:

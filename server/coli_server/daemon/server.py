@@ -64,6 +64,7 @@ class Daemon:
         self._executor = ThreadPoolExecutor(TOKENIZERS, thread_name_prefix="coli-text")
         self._latencies = Latencies()
         self._connections: set[Connection] = set()
+        self._refused: set[Connection] = set()
         self._none_left = asyncio.Event()
         self._none_left.set()
         self._engine_died = asyncio.Event()
@@ -94,7 +95,7 @@ class Daemon:
             self._heart.cancel()
             for server in self._servers:
                 server.close()
-            for connection in tuple(self._connections):
+            for connection in (*self._connections, *self._refused):
                 connection.abort()
             self._executor.shutdown(wait=False, cancel_futures=True)
 
@@ -130,21 +131,22 @@ class Daemon:
     def _connection(self) -> Connection:
         """The protocol object for an accepted connection."""
         meters, most = self._core.meters, self._settings.max_connections
-        refuse = None
         if len(self._connections) >= most:
             meters.connections_rejected_total += 1
-            refuse = f"{most} connections are open already"
-        else:
-            meters.connections_total += 1
-        connection = Connection(self._core, self._closed, refuse=refuse)
+            refusal = f"{most} connections are open already"
+            refused = Connection(self._core, self._refused.discard, refuse=refusal)
+            self._refused.add(refused)
+            return refused
+        connection = Connection(self._core, self._closed, refuse=None)
         self._connections.add(connection)
         self._none_left.clear()
-        meters.connections_current = len(self._connections)
+        meters.connections_total += 1
+        meters.connections_current += 1
         return connection
 
     def _closed(self, connection: Connection) -> None:
         self._connections.discard(connection)
-        self._core.meters.connections_current = len(self._connections)
+        self._core.meters.connections_current -= 1
         if not self._connections:
             self._none_left.set()
 
