@@ -204,7 +204,7 @@ def _chosen(
     _finish(states, heads, place, dv)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _task(
     q: Array,
     keys: Array,

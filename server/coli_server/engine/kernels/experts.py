@@ -30,8 +30,8 @@ ACTIVATION_GELU_TANH: Final = 2
 _BLOCK = 16
 """Rows of gate and of up that a task takes: as many as the activation has lanes."""
 
-_DOWN_BLOCK = 64
-"""Rows of down that a task takes."""
+_DOWN_WORK = 16384
+"""Weights of down that a task takes, about; at least 64 rows."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,13 @@ class ExpertShape:
 
 
 @njit(nogil=True, cache=True)
+def _down_rows(d: int, f: int) -> int:
+    """Rows of down that a task takes: shares that are equal, but for whole cache lines of results."""
+    blocks = (d + max(64, _DOWN_WORK // f) - 1) // max(64, _DOWN_WORK // f)
+    return ((d + blocks - 1) // blocks + 15) // 16 * 16
+
+
+@njit(nogil=True, cache=True)
 def _activate(activation: int, gate: int, up: int, out: int, n: int, scalars: Array) -> None:
     if activation == 0:
         SILU(gate, up, out, n, scalars[0], scalars[1])
@@ -156,13 +163,21 @@ def _gate_up(
 
 @njit(nogil=True, cache=True)
 def _down(
-    tag: Tag, h: Array, begin: int, end: int, slot: int, layout: Array, y: Array, pair_out: Array, row: int
+    tag: Tag,
+    h: Array,
+    begin: int,
+    end: int,
+    slot: int,
+    layout: Array,
+    y: Array,
+    pair_out: Array,
+    row: int,
+    stop: int,
 ) -> None:
-    """y[pair_out[begin:end], row:row + 64] of one expert."""
+    """y[pair_out[begin:end], row:stop] of one expert."""
     d, f = layout[0], layout[1]
     down, stride = slot + layout[4], layout[7]
     xs, ys, ws = STACK_16(), STACK_16(), STACK_8()
-    stop = min(d, row + _DOWN_BLOCK)
     for first in range(begin, end, ROWS_AT_ONCE):
         pairs = min(ROWS_AT_ONCE, end - first)
         for p in range(pairs):
@@ -181,7 +196,7 @@ def _down(
                 _add_bias(slot + layout[10], layout[13], row, stop - row, out)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _gate_up_task(
     task: int,
     blocks: int,
@@ -199,10 +214,11 @@ def _gate_up_task(
     _gate_up(tag, x, pair_token, begin, end, slot_address[g], layout, scalars, h, row)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _down_task(
     task: int,
     blocks: int,
+    width: int,
     tag: Tag,
     h: Array,
     group_start: Array,
@@ -211,8 +227,9 @@ def _down_task(
     y: Array,
     pair_out: Array,
 ) -> None:
-    g, row = task // blocks, task % blocks * _DOWN_BLOCK
-    _down(tag, h, group_start[g], group_start[g + 1], slot_address[g], layout, y, pair_out, row)
+    g, row = task // blocks, task % blocks * width
+    stop = min(row + width, layout[0])
+    _down(tag, h, group_start[g], group_start[g + 1], slot_address[g], layout, y, pair_out, row, stop)
 
 
 @njit(nogil=True, cache=True, parallel=True)
@@ -232,13 +249,14 @@ def _experts(
     groups = slot_address.shape[0]
     pairs = group_start[groups] - group_start[0]
     up_blocks = (layout[1] + _BLOCK - 1) // _BLOCK
-    down_blocks = (layout[0] + _DOWN_BLOCK - 1) // _DOWN_BLOCK
+    width = _down_rows(layout[0], layout[1])
+    down_blocks = (layout[0] + width - 1) // width
     up_tasks, down_tasks = groups * up_blocks, groups * down_blocks
     if threads == 1 or pairs * layout[0] * layout[1] * 3 < SERIAL_WORK:
         for task in range(up_tasks):
             _gate_up_task(task, up_blocks, tag, x, pair_token, group_start, slot_address, layout, scalars, h)
         for task in range(down_tasks):
-            _down_task(task, down_blocks, tag, h, group_start, slot_address, layout, y, pair_out)
+            _down_task(task, down_blocks, width, tag, h, group_start, slot_address, layout, y, pair_out)
     else:
         # Groups differ in size, so every thread takes every so many-th block of each.
         for thread in prange(threads):
@@ -248,7 +266,7 @@ def _experts(
                 )
         for thread in prange(threads):
             for task in range(thread, down_tasks, threads):
-                _down_task(task, down_blocks, tag, h, group_start, slot_address, layout, y, pair_out)
+                _down_task(task, down_blocks, width, tag, h, group_start, slot_address, layout, y, pair_out)
 
 
 def experts_ffn(
