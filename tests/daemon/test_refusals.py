@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -132,3 +133,46 @@ async def test_what_comes_after_an_error_that_closes_is_dropped_and_the_error_ca
     lines = await client.rest()
     assert len(lines) == 1
     assert lines[0].startswith("ERR BAD_REQUEST")
+
+
+PIECES = (
+    b"GEN ",
+    b"CHAT ",
+    b"id=a ",
+    b"max=2 ",
+    b"bytes=3 ",
+    b"bytes=99999999999 ",
+    b'stop="',
+    b"Hello",
+    b'"\\ud800"',
+    b"\xff",
+    b"\0",
+    b"\r",
+    b"\n",
+    b"\n",
+    b"\n",
+    b"SET temp 1\n",
+    b"SESSION x\n",
+    b"RESET\n",
+    b"STAT session\n",
+    b"CANCEL a\n",
+    b"A" * 70_000,
+)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_whatever_bytes_come_each_request_has_one_last_line_and_the_daemon_goes_on(
+    running: Running, seed: int
+) -> None:
+    chance = random.Random(seed)
+    client = await running.connect()
+    for _ in range(chance.randrange(1, 40)):
+        client.writer.write(chance.choice(PIECES))
+    client.end()
+    lines = await client.rest()
+    accepted = [line.split()[1] for line in lines if line.startswith("ACK ")]
+    done = [line.split()[1] for line in lines if line.startswith("DONE ")]
+    assert sorted(accepted) == sorted(done)
+    assert all(line.startswith(("ACK", "TOK", "INFO", "DONE", "ERR", "OK", "STAT", "END")) for line in lines)
+    other = await running.connect()
+    assert await other.ask("PING") == "PONG"
