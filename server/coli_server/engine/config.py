@@ -9,19 +9,25 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from coli_server.errors import ModelError
+from coli_server.experts.safetensors_header import load_json
+
+MAX_BYTES = 16 << 20  # of a configuration file
 
 T = TypeVar("T")
 _MISSING = object()
 
-# Keys that say how a checkpoint was trained, saved or is generated from, and nothing about its logits.
+# Keys that every family's configuration may have and that say nothing about its logits: how the model was
+# trained or saved, what the saving library was asked to return, and defaults for drawing tokens.
 _IRRELEVANT_WORDS = """
-    architectures attention_dropout attn_pdrop auto_map bos_token_id chunk_size_feed_forward dtype
-    embd_pdrop ep_size eos_token_id hidden_dropout id2label initializer_range initial_context_length
-    input_jitter_noise is_decoder label2id max_window_layers model_type num_nextn_predict_layers
-    output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp
-    resid_pdrop return_dict router_aux_loss_coef router_jitter_noise seq_aux torch_dtype
-    transformers_version use_cache aux_loss_alpha use_return_dict problem_type
-    _name_or_path
+    architectures auto_map model_type dtype torch_dtype transformers_version initializer_range
+    _name_or_path _attn_implementation_autoset
+    bos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class
+    attention_dropout attn_pdrop embd_pdrop resid_pdrop hidden_dropout
+    output_attentions output_hidden_states output_router_logits router_aux_loss_coef
+    return_dict use_return_dict use_cache is_decoder is_encoder_decoder chunk_size_feed_forward
+    id2label label2id problem_type
+    max_length max_new_tokens min_length do_sample temperature top_k top_p
+    repetition_penalty
 """
 IRRELEVANT = frozenset(_IRRELEVANT_WORDS.split())
 
@@ -44,15 +50,18 @@ class Config:
 
     @classmethod
     def load(cls, path: Path) -> Config:
-        """Read the file `path`. Raises ConfigError if it is missing or not a JSON object."""
+        """Read the file `path`. Raises ModelError unless it is one JSON object without double keys."""
         try:
-            values = json.loads(path.read_bytes())
+            if path.stat().st_size > MAX_BYTES:
+                raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes")
+            raw = path.read_bytes()
         except FileNotFoundError:
             raise ConfigError(
                 f"{path.parent} has no {path.name}: it is not a Hugging Face model folder"
             ) from None
-        except (ValueError, OSError, RecursionError) as error:
-            raise ConfigError(f"{path}: not readable as JSON: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from None
+        values = load_json(raw, path)
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: expected a JSON object, got {type(values).__name__}")
         return cls(values, str(path))
@@ -147,13 +156,18 @@ class Config:
         self._read.update(self._values)
         return dict(self._values)
 
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        """A token id or a list of them; empty when absent."""
+    def token_ids(self, key: str, vocab: int) -> tuple[int, ...]:
+        """A token id or a list of them, each below `vocab`; empty when absent."""
         value = self.raw(key, [])
         ids = value if isinstance(value, list) else [value]
-        if any(type(item) is not int or item < 0 for item in ids):
-            raise self.error(key, "a token id or a list of token ids")
+        if any(type(item) is not int or not 0 <= item < vocab for item in ids):
+            raise self.error(key, f"token ids from 0 to {vocab - 1}")
         return tuple(cast("list[int]", ids))
+
+    @property
+    def consumed(self) -> frozenset[str]:
+        """The keys that were read so far, whether they are in the file or not."""
+        return frozenset(self._read)
 
     def finish(self, irrelevant: frozenset[str] = IRRELEVANT) -> None:
         """Refuse the first key that was neither read nor is in `irrelevant`; a null says nothing."""

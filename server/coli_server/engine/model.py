@@ -43,16 +43,25 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
         """Read config.json and the headers of all shards. Raises ConfigError or CheckpointError."""
-        config = Config.load(folder / "config.json")
-        family = family_of(config)
-        spec = family.read(config)
-        end_ids = _end_ids(folder, config)
-        config.finish(IRRELEVANT | family.irrelevant)
-        if not spec.moe_layers:
-            raise ConfigError(f"{folder}: no layer of this model has routed experts")
+        family, spec, end_ids = cls.read_config(Config.load(folder / "config.json"), folder)
         weights = Weights(CheckpointIndex.open(folder))
         experts = tuple(routed_experts(weights, family.names, spec, layer) for layer in spec.moe_layers)
         return cls(folder, family, spec, weights, experts, end_ids)
+
+    @staticmethod
+    def read_config(config: Config, folder: Path) -> tuple[Family, ModelSpec, frozenset[int]]:
+        """Family, description and end tokens of the model whose config.json is `config`.
+
+        Raises ConfigError for a key or value that is not understood.
+        """
+        family = family_of(config)
+        spec = family.read(config)
+        end_ids = _end_ids(folder, config, spec.vocab)
+        config.finish(IRRELEVANT | family.irrelevant)
+        if not spec.moe_layers:
+            decide = ", ".join(key for key in _WHICH_LAYERS if config.has(key))
+            raise ConfigError(f"{folder}: no layer of this model has routed experts (see {decide})")
+        return family, spec, end_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +176,23 @@ class Model:
         return self._embeddings
 
 
-def _end_ids(folder: Path, config: Config) -> frozenset[int]:
+# Keys of the families that say which layers have routed experts.
+_WHICH_LAYERS = (
+    "num_hidden_layers",
+    "first_k_dense_replace",
+    "moe_layer_freq",
+    "mlp_layer_types",
+    "mlp_only_layers",
+    "decoder_sparse_step",
+)
+
+
+def _end_ids(folder: Path, config: Config, vocab: int) -> frozenset[int]:
     """End tokens: those of generation_config.json where it names any, else those of config.json."""
-    ids = config.token_ids("eos_token_id")
+    ids = config.token_ids("eos_token_id", vocab)
     path = folder / "generation_config.json"
     if path.exists():
-        ids = Config.load(path).token_ids("eos_token_id") or ids
+        ids = Config.load(path).token_ids("eos_token_id", vocab) or ids
     return frozenset(ids)
 
 

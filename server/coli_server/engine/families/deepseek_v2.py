@@ -6,6 +6,7 @@ from coli_server.engine.config import Config
 from coli_server.engine.families.common import Family, expert_count, experts_per_token
 from coli_server.engine.families.mla import (
     IGNORED,
+    IRRELEVANT,
     check_groups,
     decoder,
     first_dense_layers,
@@ -47,4 +48,4 @@ def router(config: Config, experts: int, k: int) -> Router:
     return Router("softmax", scale=scale, groups=groups, topk_groups=kept, group_score="max")
 
 
-FAMILY = Family("deepseek_v2", read, ignored=IGNORED)
+FAMILY = Family("deepseek_v2", read, ignored=IGNORED, irrelevant=IRRELEVANT)

@@ -6,6 +6,7 @@ from coli_server.engine.config import Config
 from coli_server.engine.families.common import Family, expert_count, experts_per_token
 from coli_server.engine.families.mla import (
     IGNORED,
+    IRRELEVANT,
     decoder,
     first_dense_layers,
     latent_attention,
@@ -33,4 +34,4 @@ def read(config: Config) -> ModelSpec:
     return decoder(config, "deepseek_v3", attention, moe, first_dense_layers(config, 3), norm_eps=1e-6)
 
 
-FAMILY = Family("deepseek_v3", read, ignored=IGNORED)
+FAMILY = Family("deepseek_v3", read, ignored=IGNORED, irrelevant=IRRELEVANT)

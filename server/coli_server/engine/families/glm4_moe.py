@@ -85,4 +85,9 @@ def sigmoid_router(config: Config, experts: int) -> Router:
 
 
 # The layers behind the last one predict further tokens in training and speculation only.
-FAMILY = Family("glm4_moe", read, ignored=(r"model\.layers\.{beyond}\..*",))
+FAMILY = Family(
+    "glm4_moe",
+    read,
+    ignored=(r"model\.layers\.{beyond}\..*",),
+    irrelevant=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),
+)

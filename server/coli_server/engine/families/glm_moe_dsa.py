@@ -8,6 +8,7 @@ from coli_server.engine.config import Config
 from coli_server.engine.families.common import Family, expert_count, experts_per_token
 from coli_server.engine.families.mla import (
     IGNORED,
+    IRRELEVANT,
     decoder,
     first_dense_layers,
     latent_attention,
@@ -84,4 +85,4 @@ def shared_indexers(config: Config, layers: int) -> list[bool]:
     return shared
 
 
-FAMILY = Family("glm_moe_dsa", read, ignored=IGNORED)
+FAMILY = Family("glm_moe_dsa", read, ignored=IGNORED, irrelevant=IRRELEVANT)

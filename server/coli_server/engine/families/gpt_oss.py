@@ -121,4 +121,5 @@ FAMILY = Family(
     names=TensorNames(
         router="mlp.router", experts=PackedExperts("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     ),
+    irrelevant=frozenset({"initial_context_length"}),
 )

@@ -18,6 +18,10 @@ from coli_server.engine.spec import (
     SharedExpert,
 )
 
+# How training balanced experts and split them over machines, and how many layers predict further tokens.
+IRRELEVANT = frozenset(
+    ["aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "num_nextn_predict_layers", "num_mtp_layers"]
+)
 # The layers behind the last one predict further tokens in training and speculation only; frequencies of
 # rotary embeddings, which some old checkpoints hold, are computed.
 IGNORED = (r"model\.layers\.{beyond}\..*", r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")

@@ -73,7 +73,7 @@ def _windows(config: Config, layers: int) -> list[int]:
     the reference implementation.
     """
     sliding = config.flag("use_sliding_window", False)
-    window = config.integer("sliding_window", 4096, low=1 if sliding else 0)
+    window = config.integer("sliding_window") if sliding else config.integer("sliding_window", 0, low=0)
     first = config.integer("max_window_layers", 28, low=0)
     types = config.words("layer_types", layers, ("full_attention", "sliding_attention"))
     if types is None:

@@ -76,7 +76,7 @@ def _window(config: Config, layers: int) -> int:
     kind = "sliding_attention" if sliding else "full_attention"
     if not set(config.words("layer_types", layers, ("full_attention", "sliding_attention")) or ()) <= {kind}:
         raise config.error("layer_types", f"{kind} alone, as use_sliding_window says")
-    window = config.integer("sliding_window", 4096, low=1 if sliding else 0)
+    window = config.integer("sliding_window") if sliding else config.integer("sliding_window", 0, low=0)
     return window if sliding else 0
 
 
