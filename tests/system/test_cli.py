@@ -56,6 +56,8 @@ def start_chat(clean_environment: Mapping[str, str]) -> StartChat:
             stderr=subprocess.PIPE,
             text=True,
             env={**clean_environment, **variables},
+            # Where the tests run in the background of a shell, Ctrl-C is ignored from the start.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     return start
