@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from coli_server.engine import Engine
 from coli_server.models.carve.text import fetch_texts, splits
-from coli_server.models.pull import cache_folder, ensure_default_model
+from coli_server.models.pull import ensure_default_model
+from coli_server.settings import cache_folder
 
 WINDOW = 512
 

@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from coli_server.models.dense import read_gguf
 from coli_server.models.progress import Progress
 from coli_server.models.recipe import load_recipe
 from coli_server.models.source import PullError, Source, fetch_source, sha256_of
+from coli_server.settings import cache_folder
 
 MANIFEST = "coli.json"
 
@@ -62,16 +63,6 @@ DEFAULT_MODEL = PinnedModel(
     recipe_sha256="2c7836ed85cafda55011329defb915dff8c9e6d4844ab0e0c3f68e525cf3498f",
     size=273_000_000,
 )
-
-
-def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """$COLI_CACHE, else $XDG_CACHE_HOME/coli, else ~/.cache/coli."""
-    if chosen := environment.get("COLI_CACHE"):
-        return Path(chosen).expanduser().absolute()
-    # The XDG specification has relative paths ignored.
-    if (base := environment.get("XDG_CACHE_HOME", "")).startswith("/"):
-        return Path(base) / "coli"
-    return Path.home() / ".cache" / "coli"
 
 
 def ensure_default_model(

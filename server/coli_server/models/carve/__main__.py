@@ -22,10 +22,11 @@ from coli_server.models.carve.router import Router
 from coli_server.models.carve.text import fetch_texts, splits
 from coli_server.models.dense import DenseModel, bfloat16_bits, read_gguf
 from coli_server.models.progress import Progress
-from coli_server.models.pull import DEFAULT_MODEL, cache_folder
+from coli_server.models.pull import DEFAULT_MODEL
 from coli_server.models.recipe import Recipe, dump_recipe
 from coli_server.models.source import fetch_source
 from coli_server.models.tokenizer import build_tokenizer
+from coli_server.settings import cache_folder
 
 WINDOW = 256
 BATCH = 16
