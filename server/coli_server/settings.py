@@ -9,6 +9,8 @@ lines, documents and protocol option words are all made from these fields.
 from __future__ import annotations
 
 import argparse
+import os
+import pathlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -67,6 +69,24 @@ class Path:
 
     def __str__(self) -> str:
         return "the path of a folder"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class PathOr:
+    """The name of a file or folder, or one of some words that mean something else."""
+
+    words: tuple[str, ...]
+
+    def __init__(self, *words: str) -> None:
+        object.__setattr__(self, "words", words)
+
+    def parse(self, word: str) -> str:
+        if not word or "\0" in word:
+            raise ValueError(f"must be {self}")
+        return word
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.words)} or a path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +155,13 @@ class Setting:
         """The word that spells `value`; empty for a value that was not given."""
         if isinstance(self.accepts, Choices):
             return next(word for word, known in self.accepts.values if known == value)
+        if value is None:
+            return ""
         if isinstance(self.accepts, Size):
             return format_size(value)
         if isinstance(value, float):
             return f"{value:.15g}"
-        return "" if value is None else str(value)
+        return str(value)
 
 
 def _setting(
@@ -205,6 +227,29 @@ class Settings:
 
     pilot: bool = _setting(
         STORE, "0", FLAG, "0|1", "1 = guess the experts of the next layer and read them ahead", env="PILOT"
+    )
+    pin: str = _setting(
+        STORE,
+        "auto",
+        PathOr("auto", "off"),
+        "auto|off|FILE",
+        "experts kept in memory for good: auto = those that this model has used most, or by a history's FILE",
+        env="PIN",
+    )
+    pin_ram: int | None = _setting(
+        STORE,
+        None,
+        Size(0, 2**50),
+        "SIZE",
+        "memory for them, part of --ram; without it half of what is beyond K experts a layer",
+        env="PIN_RAM",
+    )
+    history: str | None = _setting(
+        STORE,
+        None,
+        PathOr("off"),
+        "FOLDER",
+        "where the use of experts is remembered, or off; without it in Coli's cache folder",
     )
 
     cache_route: bool = _routing("cache_route", "0", "0|1", "1 = prefer experts that are in memory")
@@ -392,3 +437,13 @@ def markdown_table() -> str:
         cells = (f"`{setting.env}`", f"`{setting.flag}`", default, str(setting.accepts), setting.help)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> pathlib.Path:
+    """Where Coli keeps what it can make again: $COLI_CACHE, else $XDG_CACHE_HOME/coli, else ~/.cache/coli."""
+    if chosen := environment.get("COLI_CACHE"):
+        return pathlib.Path(chosen).expanduser().absolute()
+    # The XDG specification has relative paths ignored.
+    if (base := environment.get("XDG_CACHE_HOME", "")).startswith("/"):
+        return pathlib.Path(base) / "coli"
+    return pathlib.Path.home() / ".cache" / "coli"

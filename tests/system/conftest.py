@@ -28,6 +28,7 @@ ENVIRONMENT = {
     for name, value in os.environ.items()
     if name not in {setting.env for setting in SETTINGS.values()}
 }
+ENVIRONMENT["COLI_HISTORY"] = "off"  # one test must not learn from another
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,17 @@ import signal
 import socket
 import sys
 from functools import partial
+from pathlib import Path
 
 from coli_server.daemon import listening
+from coli_server.daemon.progress import Progress
 from coli_server.daemon.server import Daemon, Signals
 from coli_server.engine import Engine
 from coli_server.engine.service import EngineService
 from coli_server.engine.store import StoreOptions, describe_mode
 from coli_server.errors import ConfigurationError
 from coli_server.routing import RoutePolicy
-from coli_server.settings import Settings, policy_arguments
+from coli_server.settings import Settings, cache_folder, policy_arguments
 
 try:
     from uvloop import new_event_loop
@@ -81,6 +83,17 @@ def _open(settings: Settings) -> Engine:
         policy=RoutePolicy(**policy_arguments(settings)),
         context=settings.context,
         threads=settings.threads or None,
-        store=StoreOptions(pilot=settings.pilot),
+        store=_store(settings),
+        progress=Progress("pinning experts"),
         warm=False,  # the service compiles the kernels on its own thread
+    )
+
+
+def _store(settings: Settings) -> StoreOptions:
+    history = str(cache_folder() / "history") if settings.history is None else settings.history
+    return StoreOptions(
+        pilot=settings.pilot,
+        history=None if history == "off" else Path(history),
+        pin=settings.pin,
+        pin_ram=settings.pin_ram,
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -20,9 +22,10 @@ from coli_server.engine.sampler import Sampler
 from coli_server.engine.step import RouteState, Sequence, Span, Step
 from coli_server.engine.store import StoreOptions
 from coli_server.engine.text import Text
+from coli_server.engine.usage import Usage, identity_of, pin
 from coli_server.engine.warm import warm as warm_kernels
 from coli_server.errors import ConfigurationError, ModelError
-from coli_server.experts import ExpertCache, Reader, parse_size
+from coli_server.experts import ExpertCache, HistoryError, Reader, UsageHistory, parse_size
 from coli_server.routing import RoutePolicy
 
 F32 = NDArray[np.float32]
@@ -61,6 +64,7 @@ class Engine:
         self.model = Model(checkpoint, self.cache, pilot=store.pilot)
         self.kinds = checkpoint.weights.kinds
         self._text = text
+        self.usage = self._remember(store.history)
 
     @classmethod
     def open(
@@ -75,6 +79,7 @@ class Engine:
         warm: bool = True,
         store: StoreOptions = DEFAULT_STORE,
         reader: Reader | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Engine:
         """Load the Hugging Face folder `path`.
 
@@ -82,7 +87,7 @@ class Engine:
         slots further; `context` is the longest sequence (default: as much as the model and the memory
         allow); `threads` run the kernels. `warm` compiles every kernel now instead of at first use.
         `store` says how experts come into memory. `reader` reads the experts' files in place of plain
-        preadv(2) and is closed with the engine.
+        preadv(2) and is closed with the engine. `progress` hears how many of how many pins are loaded.
 
         Raises ModelError for a folder that is broken or not understood, ConfigurationError for a setting
         that cannot work; both name the culprit.
@@ -99,6 +104,11 @@ class Engine:
             PREFILL_CHUNK,
         )
         engine = cls(checkpoint, text, memory, policy, end_ids, store, reader)
+        try:
+            engine._pin(progress)
+        except BaseException:
+            engine.cache.close()
+            raise
         if warm:
             engine.warm()
         return engine
@@ -113,6 +123,11 @@ class Engine:
     @property
     def name(self) -> str:
         return self.folder.resolve().name
+
+    @cached_property
+    def identity(self) -> str:
+        """Which model this is, as far as the choice of experts goes: 64 hexadecimal digits."""
+        return identity_of(self.spec, self.model.routed)
 
     @property
     def model_type(self) -> str:
@@ -210,8 +225,32 @@ class Engine:
         return new
 
     def close(self) -> None:
-        """End the read threads and free the expert slots."""
+        """Save what was learned, end the read threads and free the expert slots."""
+        if self.usage is not None:
+            self.usage.save()
         self.cache.close()
+
+    def _remember(self, folder: Path | None) -> Usage | None:
+        if folder is None:
+            return None
+        usage = Usage(folder, self.name, self.spec.moe_layers, self.spec.moe.experts, self.identity)
+        self.model.observers.append(usage)
+        return usage
+
+    def _pin(self, progress: Callable[[int, int], None] | None) -> None:
+        """Load the pins that `store.pin` asks for."""
+        if self.store.pin == "auto":
+            history = None if self.usage is None else self.usage.history
+        elif self.store.pin == "off":
+            history = None
+        else:
+            history = UsageHistory(self.spec.moe_layers, self.spec.moe.experts, self.identity)
+            try:
+                history.load(Path(self.store.pin))
+            except HistoryError as error:
+                raise ConfigurationError(f"PIN={self.store.pin}: {error}") from None
+        if history is not None:
+            pin(self.cache, history, self.store.pin_ram, progress)
 
     def _start(self, ids: Seq[int], max_tokens: int) -> Sequence:
         total = len(self.check_ids(ids)) + max_tokens

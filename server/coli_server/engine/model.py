@@ -15,7 +15,7 @@ from coli_server.engine.expert_files import RoutedExperts, routed_experts
 from coli_server.engine.families import family_of
 from coli_server.engine.families.common import Family, TensorNames
 from coli_server.engine.kv import KvWidths, kv_widths
-from coli_server.engine.moe import MoeBlock, ResidentMlp
+from coli_server.engine.moe import MoeBlock, ResidentMlp, RouteObserver
 from coli_server.engine.norms import Norm
 from coli_server.engine.pilot import Pilot
 from coli_server.engine.rope import angles
@@ -79,7 +79,8 @@ class Model:
     def __init__(self, checkpoint: Checkpoint, cache: ExpertCache, *, pilot: bool = False) -> None:
         """Read all dense weights of `checkpoint`; routed experts are read through `cache` when they run.
 
-        With `pilot`, each MoE layer also prefetches what the next one will probably choose.
+        With `pilot`, which can be switched between steps, each MoE layer also prefetches what the next one
+        will probably choose.
 
         Raises CheckpointError or ModelError for a tensor that is missing, misshapen or unknown.
         """
@@ -88,18 +89,25 @@ class Model:
         self.spec = spec
         self.widths: tuple[KvWidths, ...] = tuple(kv_widths(layer.attention) for layer in spec.layers)
         self.use = RouteUse(len(spec.moe_layers), spec.moe.experts)
+        self.observers: list[RouteObserver] = [self.use]
         self._workspace = Workspace()
         self._embeddings = weights.embeddings(names.embeddings, spec.vocab, spec.hidden)
         self._ropes: list[RopeSpec] = []
         self._layers = [self._load_layer(checkpoint, i, cache) for i in range(len(spec.layers))]
         routed = [(layer.mlp_norm, layer.mlp) for layer in self._layers if isinstance(layer.mlp, MoeBlock)]
-        self._pilots = {b.slot - 1: Pilot(norm, b) for norm, b in routed[1:]} if pilot else {}
+        self.pilot = pilot
+        self._pilots = {b.slot - 1: Pilot(norm, b) for norm, b in routed[1:]}
         self._norm = Norm.load(weights, names.final_norm, spec.hidden, spec.norm)
         self._head = self._load_head(weights, names)
         weights.refuse_unknown(
             [pattern.replace("{beyond}", _beyond(len(spec.layers))) for pattern in checkpoint.family.ignored]
         )
         self.dense_bytes = weights.nbytes
+
+    @property
+    def routed(self) -> list[MoeBlock]:
+        """The MoE layers, in order."""
+        return [layer.mlp for layer in self._layers if isinstance(layer.mlp, MoeBlock)]
 
     def forward(self, step: Step) -> F32:
         """Run the rows of `step`; writes their keys and values, and returns the logits that spans want.
@@ -128,7 +136,7 @@ class Model:
     def _look_ahead(self, block: MoeBlock, x: F32, step: Step) -> Callable[[F32], None] | None:
         """What prefetches for the MoE layer behind `block`, whose residual input is `x`; None: nothing."""
         pilot = self._pilots.get(block.slot)
-        if pilot is None:
+        if pilot is None or not self.pilot:
             return None
         multiplier = np.float32(self.spec.residual_multiplier)
         return lambda resident: pilot.look_ahead(x + resident * multiplier, step)
@@ -148,7 +156,7 @@ class Model:
         if isinstance(layer.mlp, MoeMlp):
             slot = spec.moe_layers.index(i)
             shape = checkpoint.experts[slot].shape
-            mlp = MoeBlock.load(weights, names, layer.mlp, i, spec.hidden, shape, slot, cache, self.use)
+            mlp = MoeBlock.load(weights, names, layer.mlp, i, spec.hidden, shape, slot, cache, self.observers)
         else:
             dense = (prefix + names.dense[0], prefix + names.dense[1], prefix + names.dense[2])
             mlp = ResidentMlp.load(weights, dense, spec.hidden, layer.mlp)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,6 @@ from coli_server.engine.kernels import ExpertShape
 from coli_server.engine.routers import score
 from coli_server.engine.spec import DenseMlp, MoeMlp
 from coli_server.engine.step import RowGroup, Step
-from coli_server.engine.use import RouteUse
 from coli_server.engine.weights import Matrix, Weights
 from coli_server.engine.workspace import Workspace
 from coli_server.experts import ExpertCache, ExpertStream
@@ -24,6 +24,14 @@ from coli_server.routing import Selection, select
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
+
+
+class RouteObserver(Protocol):
+    """Follows what routing does. It must not keep or change what the choices depend on."""
+
+    def observe(self, slot: int, group: RowGroup, selection: Selection) -> None:
+        """The rows of `group` were routed in the MoE layer `slot`; `selection` has their choices."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,7 @@ class MoeBlock:
     shared: ResidentMlp | None
     shape: ExpertShape
     cache: ExpertCache
-    use: RouteUse
+    observers: Sequence[RouteObserver]
 
     @classmethod
     def load(
@@ -99,7 +107,7 @@ class MoeBlock:
         shape: ExpertShape,
         slot: int,
         cache: ExpertCache,
-        use: RouteUse,
+        observers: Sequence[RouteObserver],
     ) -> MoeBlock:
         """Read router and shared expert of `layer`; the routed experts stay where they are."""
         prefix = names.layer.format(layer=layer)
@@ -124,7 +132,7 @@ class MoeBlock:
             shared,
             shape,
             cache,
-            use,
+            observers,
         )
 
     def forward(
@@ -190,8 +198,8 @@ class MoeBlock:
         selection = self._choose(group, scores, mass, logits, span, self.spec.k)
         group.touch(self.slot, selection.experts)
         step.record(group, selection)
-        if group.counted is not None:
-            self.use.track(self.slot, selection.experts[group.counted], selection.true[group.counted])
+        for observer in self.observers:
+            observer.observe(self.slot, group, selection)
         return selection
 
     def _choose(

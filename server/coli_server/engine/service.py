@@ -173,22 +173,26 @@ class EngineService:
 
     def _turn(self, engine: Engine) -> bool:
         """Take commands, run one step, report. False when the service is to stop."""
-        going = self._take_commands(idle=not self._running and not self._waiting)
+        going = self._take_commands(engine, idle=not self._running and not self._waiting)
         self._expire()
         if going:
             self._admit(engine)
             if self._running:
                 self._step(engine)
         self._publish()
+        if engine.usage is not None:
+            engine.usage.save_when_due()
         events, self._events = tuple(self._events), []
         if events:
             self._on_events(events)
         return going
 
-    def _take_commands(self, *, idle: bool) -> bool:
+    def _take_commands(self, engine: Engine, *, idle: bool) -> bool:
         while True:
             try:
-                command = self._commands.get(block=idle)
+                # An idle engine wakes up once more, to save what it has learned.
+                timeout = engine.usage.seconds_until_save() if idle and engine.usage is not None else None
+                command = self._commands.get(idle, timeout)
             except Empty:
                 return True
             idle = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from coli_server.routing import RoutePolicy
 
@@ -12,9 +13,16 @@ class StoreOptions:
     """How experts come into memory and stay there.
 
     pilot    guess the experts of the next layer and read them ahead
+    history  the folder where the use of experts is remembered from run to run; None: nowhere
+    pin      `auto`: keep what this model has used most, as far as `history` knows; `off`; or the file of a
+             usage history, which must be this model's
+    pin_ram  bytes of the expert cache that pins may take; None: half of what is beyond K experts a layer
     """
 
     pilot: bool = False
+    history: Path | None = None
+    pin: str = "off"
+    pin_ram: int | None = None
 
 
 def describe_mode(policy: RoutePolicy, *, pilot: bool) -> str:

@@ -7,6 +7,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from coli_server.engine.api import LayerUse
+from coli_server.engine.step import RowGroup
+from coli_server.routing import Selection
 
 WINDOW = 1000  # tokens
 
@@ -36,6 +38,11 @@ class RouteUse:
             self._runs[layer],
             self._longest[layer : layer + 1],
         )
+
+    def observe(self, slot: int, group: RowGroup, selection: Selection) -> None:
+        """Take part in routing as a `RouteObserver`."""
+        if group.counted is not None:
+            self.track(slot, selection.experts[group.counted], selection.true[group.counted])
 
     def read(self) -> LayerUse:
         """Minimum and median over layers of the distinct experts in the window, and the longest swap run."""

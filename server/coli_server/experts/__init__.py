@@ -11,8 +11,10 @@ from coli_server.experts.budget import (
 from coli_server.experts.cache import ExpertCache, staging_bytes
 from coli_server.experts.checkpoint import CheckpointIndex
 from coli_server.experts.eviction import LRU, EvictionPolicy
+from coli_server.experts.history import HistoryError, UsageHistory
 from coli_server.experts.layout import ExpertLayout, ExpertSource, LayerExperts, Part
 from coli_server.experts.loading import CacheCounters
+from coli_server.experts.pins import choose_pins
 from coli_server.experts.reader import PreadReader, Reader
 from coli_server.experts.safetensors_header import CheckpointError, TensorInfo, TensorSlice
 from coli_server.experts.slots import ABSENT, CACHED, PINNED
@@ -33,6 +35,7 @@ __all__ = [
     "ExpertReadError",
     "ExpertSource",
     "ExpertStream",
+    "HistoryError",
     "LayerExperts",
     "Lease",
     "Part",
@@ -40,7 +43,9 @@ __all__ = [
     "Reader",
     "TensorInfo",
     "TensorSlice",
+    "UsageHistory",
     "available_memory",
+    "choose_pins",
     "format_size",
     "parse_size",
     "plan",

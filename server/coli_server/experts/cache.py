@@ -154,6 +154,18 @@ class ExpertCache:
         slots = self._layers[layer]
         return len(slots.slot_of) == slots.experts
 
+    def pin_room(self, layer: int) -> int:
+        """How many more experts of the layer may be pinned.
+
+        A layer with a slot for each of its experts needs none for others.
+        """
+        slots = self._layers[layer]
+        return max(0, slots.evictable - (self._floor if len(slots.memory) < slots.experts else 0))
+
+    def slot_bytes(self, layer: int) -> int:
+        """Bytes of memory that one expert of the layer takes."""
+        return self._layers[layer].layout.slot_bytes
+
     def pin(self, layer: int, experts: Sequence[int]) -> None:
         """Load what is missing of `experts` and keep them for good.
 
@@ -162,12 +174,11 @@ class ExpertCache:
         """
         slots = self._layers[layer]
         new = [expert for expert in experts if expert not in slots.pinned]
-        floor = self._floor if len(slots.memory) < slots.experts else 0
-        room = max(0, slots.evictable - floor)
+        room = self.pin_room(layer)
         if len(new) > room:
             raise ConfigurationError(
                 f"layer {layer}: cannot pin {len(new)} more experts: {len(slots.memory)} slots, "
-                f"{len(slots.pinned)} pinned, {floor} kept free (accepted: 0 to {room})"
+                f"{len(slots.pinned)} pinned, {self._floor} kept for the others (accepted: 0 to {room})"
             )
         stream = self.stream(layer, new)
         try:
@@ -180,6 +191,18 @@ class ExpertCache:
             for expert in new:
                 if expert in slots.slot_of:
                     slots.pin(expert)
+
+    def clear(self) -> None:
+        """Forget every expert that is not pinned, as if nothing had been read yet; counters go on."""
+        if self._stream is not None:
+            self._stream.close()
+        for slots in self._layers.values():
+            self._loads.prefetch(slots, [])  # withdraws those that have not begun
+            while slots.prefetching:
+                self._loads.wait()
+            while (expert := slots.policy.victim()) is not None:
+                slots.policy.remove(expert)
+                slots.free.append(self._loads.evict(slots, expert))
 
     def close(self) -> None:
         """End the read threads and free the slots. Addresses handed out are invalid from here on."""

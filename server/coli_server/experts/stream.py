@@ -88,8 +88,9 @@ class LoadingStream(ExpertStream):
 
     The wanted experts leave the eviction policy until the end, so that no load can evict one. When they are
     more than the evictable slots, the slots of `expendable` ones are taken once these have been used. Those
-    are the first of (resident, then missing) that do not fit: which experts remain at the end does not
-    depend on which read was the fastest. The policy gets the survivors back in the order of `wanted`.
+    are the first of (resident, then being prefetched, then missing) that do not fit: who has a slot must be
+    able to hand it on, and which experts remain at the end does not depend on which read was the fastest.
+    The policy gets the survivors back in the order of `wanted`.
 
     `late` are prefetches of wanted experts that are still loading, each with whether its read had begun.
     Prefetches of other experts whose read has begun keep their slots until it ends.
@@ -107,13 +108,13 @@ class LoadingStream(ExpertStream):
         self._failed: list[ReadJob] = []
         self._open = True
         self._hits = [expert for expert in wanted if expert in slots.slot_of]
-        missing = [expert for expert in wanted if expert not in slots.slot_of]
+        absent = [expert for expert in wanted if expert not in slots.slot_of]
         coming = {job.expert for job in late}
-        self._missing = deque(expert for expert in missing if expert not in coming)
+        self._missing = deque(expert for expert in absent if expert not in coming)
         self._leased: list[int] = []
         self._used: deque[int] = deque()  # expendable, and not needed any more
         protected = [expert for expert in self._hits if expert not in slots.pinned]
-        order = [*protected, *missing]
+        order = [*protected, *(expert for expert in absent if expert in coming), *self._missing]
         room = slots.evictable - len(slots.prefetching)
         self._expendable = set(order[: max(0, len(order) - room)])
         for expert in protected:
