@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coli_server.engine import Engine
 from coli_server.models.carve.__main__ import make_recipe
 from coli_server.models.carve.chat import prompts, uncarved
 from coli_server.models.carve.cluster import (
@@ -22,9 +23,18 @@ from coli_server.models.carve.cluster import (
 )
 from coli_server.models.carve.forward import attention, load_layer, rms_norm, rounded
 from coli_server.models.carve.layerwise import Settings, carve_layer
+from coli_server.models.carve.report import (
+    at_random,
+    by_output_norm,
+    by_router,
+    hidden_states,
+    likelihood_and_divergence,
+)
 from coli_server.models.carve.router import Router, fit, lost_energy_gradient, regress, soft_top
 from coli_server.models.carve.text import splits
+from coli_server.models.checkpoint import write_model
 from coli_server.models.dense import bfloat16_bits, bfloat16_values, read_gguf
+from coli_server.models.evaluate import with_experts_per_token
 
 TINY = Settings(
     shared=48,
@@ -244,3 +254,41 @@ def test_the_uncarved_recipe_keeps_every_neuron_in_place(tiny: Any) -> None:
     assert recipe.experts_per_token == recipe.experts == 16
     assert (recipe.order == np.arange(96)).all()
     assert json.dumps(recipe.shared) == "48"
+
+
+def test_the_report_s_forward_pass_equals_the_engine_s_for_every_k(tiny: Any, tmp_path: Path) -> None:
+    dense = read_gguf(tiny.gguf)
+    ids = np.random.default_rng(0).integers(len(dense.vocabulary.tokens), size=(2, 9))
+    write_model(tmp_path, dense, tiny.recipe, lambda: None)
+    head = rounded(dense, "model.embed_tokens.weight")
+    for k in (2, 6):
+        states = hidden_states(dense, ids, tiny.recipe, k, by_router)
+        with with_experts_per_token(tmp_path, k) as variant:
+            engine = Engine.open(variant, warm=False)
+            for row, state in zip(ids, states, strict=True):
+                np.testing.assert_allclose(state @ head.T, engine.logits(row.tolist()), atol=2e-3)
+            engine.close()
+
+
+def test_divergence_from_itself_is_zero_and_from_others_positive() -> None:
+    head, states = _random(0, 20, 8), _random(1, 6, 8)
+    ids = np.arange(6)
+    nll, same = likelihood_and_divergence(head, ids, states, states)
+    assert np.abs(same).max() < 1e-6
+    _, other = likelihood_and_divergence(head, ids, states, states + 0.5 * _random(2, 6, 8))
+    assert (other > 0).all()
+    logits = (states @ head.T).astype(np.float64)
+    expected = [np.log(np.exp(logits[t]).sum()) - logits[t, t + 1] for t in range(5)]
+    np.testing.assert_allclose(nll, expected, atol=1e-5)
+
+
+def test_an_oracle_and_chance_pick_other_experts_than_the_router(tiny: Any) -> None:
+    dense = read_gguf(tiny.gguf)
+    ids = np.random.default_rng(0).integers(len(dense.vocabulary.tokens), size=(1, 12))
+    whole = hidden_states(dense, ids)
+    error = {
+        scores: np.square(hidden_states(dense, ids, tiny.recipe, 3, scores) - whole).mean()
+        for scores in (by_output_norm, at_random(0))
+    }
+    oracle, chance = error.values()
+    assert 0 < oracle < chance

@@ -40,8 +40,8 @@ def main(words: Sequence[str] | None = None) -> int:
         apart = np.abs(ours - theirs).max(axis=1)
         same = np.mean(ours.argmax(axis=1) == theirs.argmax(axis=1))
         print(
-            f"{k} experts a token: logits at most {apart.max():.1e} apart, {np.median(apart):.1e} at the median "
-            f"token; the same best token for {same:.0%} of {len(ids)}"
+            f"{k} experts a token: logits at most {apart.max():.1e} apart, {np.median(apart):.1e} at the "
+            f"median token; the same best token for {same:.0%} of {len(ids)}"
         )
     return 0
 

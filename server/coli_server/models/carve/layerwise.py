@@ -51,13 +51,20 @@ class CarvedLayer:
         """Sigmoid scores with the bias, less the constant 1/2, [tokens, experts]."""
         return np.asarray(np.tanh(u @ self.router.weight.T / 2) / 2 + self.router.bias, dtype=np.float32)
 
+    @property
+    def experts(self) -> int:
+        return len(self.router.weight)
+
+    def active(self, kept: Float32) -> Float32:
+        """1 for each neuron that is shared or in an expert of `kept` [tokens, experts], [tokens, neurons]."""
+        return np.concatenate([np.ones((len(kept), 1), np.float32), kept], axis=1)[:, self.owners]
+
     def output(self, u: Float32, activation: Float32, layer: Layer, k: int) -> Float32:
         """The carved layer's output with k experts a token, [tokens, hidden].
 
         activation: `swiglu` of the layer's inputs u, [tokens, neurons].
         """
-        kept = np.concatenate([np.ones((len(u), 1), np.float32), top_mask(self.scores(u), k)], axis=1)
-        return np.asarray((activation * kept[:, self.owners]) @ layer.down.T)
+        return np.asarray((activation * self.active(top_mask(self.scores(u), k))) @ layer.down.T)
 
 
 @dataclass(frozen=True)
