@@ -1,6 +1,6 @@
 """Compare a model folder's logits with those of Hugging Face `transformers` (extra `carve`).
 
-python -m coli_server.models.compare [FOLDER]
+python -m coli_server.models.carve.compare [FOLDER]
 """
 
 import argparse
@@ -23,7 +23,7 @@ TEXT = (
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m coli_server.models.compare", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m coli_server.models.carve.compare", description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", help="a model folder (default: the default model)")
     parser.add_argument("--experts-per-token", type=int, nargs="+", default=[16, 8], metavar="K")
     arguments = parser.parse_args(words)
