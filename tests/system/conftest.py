@@ -94,6 +94,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "tests/data/models/glm4_moe", folder)
     config = json.loads((folder / "config.json").read_text())
     config["max_position_embeddings"] = 65_536
+    config["eos_token_id"] = None  # random weights would end an answer anywhere
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return folder

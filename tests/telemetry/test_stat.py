@@ -9,7 +9,8 @@ from coli_server.telemetry.stat import counter_values, format_value, render
 from coli_server.telemetry.table import FIGURES
 
 COUNTERS = Counters(
-    generated_tokens_total=63,
+    generated_tokens_total=64,
+    decode_steps=63,
     decode_seconds=2.0,
     route_slots=480,
     route_swaps=15,

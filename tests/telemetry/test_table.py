@@ -15,6 +15,7 @@ prompt_tokens_total s generated_tokens_total s tok_s s ttft_ms_p50 ttft_ms_p99 i
 cache_route s route_mode s route_j s route_m s route_p s route_alpha s route_lambda s route_scope s
 route_capacity s route_prefill s pilot
 route_slots s route_swaps s swap_pct s route_agree s route_kl s route_mass_kept s
+route_distinct_min route_distinct_median route_swap_run_max
 lookups s hits_pin s hits_lru s misses s hit_pct s prefill_lookups s prefill_hits_pin s prefill_hits_lru s
 prefill_misses s loads s load_bytes s load_errors load_seconds wait_seconds evictions
 prefetch_issued prefetch_used prefetch_late prefetch_wasted prefetch_failed prefetch_in_flight

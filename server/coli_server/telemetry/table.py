@@ -104,7 +104,9 @@ FIGURES: tuple[Figure, ...] = (
     _own(_S, "requests_error_total", "requests that failed after ACK"),
     _own(_S, "prompt_tokens_total", "tokens of prompts", "tokens"),
     _own(_S, "generated_tokens_total", "tokens generated", "tokens"),
-    _ratio(_S, "tok_s", "tokens/s", "generated tokens over the seconds spent decoding"),
+    _ratio(
+        _S, "tok_s", "tokens/s", "generated tokens, but the first of each request, over the time they took"
+    ),
     _gauge(_S, "rss_bytes", "memory of the process that is in RAM", "bytes"),
     _counter(_S, "protocol_errors_total", "commands refused because they could not be understood"),
     _counter(_S, "slow_readers_total", "connections closed because they did not read"),
