@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from coli_server.engine.kv import kv_bytes_per_token, kv_widths
 from coli_server.engine.model import Checkpoint
-from coli_server.engine.spec import ModelSpec
+from coli_server.engine.sparse import SCORES_AT_ONCE
+from coli_server.engine.spec import Attention, GroupedQueryAttention, LatentAttention, ModelSpec
 from coli_server.errors import ConfigurationError
 from coli_server.experts import plan, resident_bytes, staging_bytes
 
@@ -91,9 +92,18 @@ def activation_bytes(spec: ModelSpec, rows: int) -> int:
     moe = spec.moe
     shared = moe.shared.width if moe.shared else 0
     floats = 8 * spec.hidden + moe.k * (spec.hidden + moe.width) + max(widest, shared)
-    heads = max(
-        getattr(layer.attention, "heads", 0)
-        * getattr(layer.attention, "head_dim", getattr(layer.attention, "kv_rank", 0))
-        for layer in spec.layers
+    attention = max(_attention_floats(layer.attention) for layer in spec.layers)
+    sparse = any(
+        isinstance(layer.attention, LatentAttention) and layer.attention.indexer for layer in spec.layers
     )
-    return 4 * rows * (floats + 4 * heads) + 4 * 64 * spec.vocab
+    return 4 * (rows * (floats + attention) + 64 * spec.vocab + (SCORES_AT_ONCE if sparse else 0))
+
+
+def _attention_floats(attention: Attention) -> int:
+    """Scratch floats of a row: queries, outputs, and their copies by head."""
+    if isinstance(attention, GroupedQueryAttention):
+        return 4 * attention.heads * attention.head_dim
+    indexer = attention.indexer
+    selected = 0 if indexer is None else indexer.topk + indexer.heads * indexer.head_dim
+    narrow = attention.nope_dim + attention.rope_dim + attention.value_dim
+    return attention.heads * (4 * attention.kv_rank + 2 * narrow) + selected

@@ -24,7 +24,8 @@ F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 
 _KEY_NORM = NormSpec("layer", 1e-6)
-_SCORES_AT_ONCE = 1 << 22  # floats of head scores held at a time: 16 MiB, whatever the context
+SCORES_AT_ONCE = 1 << 22
+"""Floats of head scores held at a time: 16 MiB, whatever the context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class SparseIndexer:
         """Selected positions of every row in rising order, padded by -1: int32 [rows, topk]."""
         rows, seen = len(q), len(keys)
         chosen = np.full((rows, self.topk), -1, np.int32)
-        block = max(1, _SCORES_AT_ONCE // (self.heads * seen))
+        block = max(1, SCORES_AT_ONCE // (self.heads * seen))
         for at in range(0, rows, block):
             part = slice(at, min(rows, at + block))
             dots = kernels.linear(q[part].reshape(-1, self.head_dim), keys, Kind.F32)
