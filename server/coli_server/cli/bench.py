@@ -9,19 +9,23 @@ from collections.abc import Mapping, Sequence
 from coli_server.errors import ConfigurationError
 
 BENCHES: Mapping[str, str] = {
+    "quality": "speed and its price in quality: cache-aware routing and prefetch, on and off",
     "route": "what choosing experts costs, beside a decoded token",
 }
+DEFAULT = "quality"
 
 
 def main(words: Sequence[str]) -> int:
     """Run one measurement; its own `--help` explains it."""
-    name = words[0] if words else "--help"
+    name = words[0] if words else DEFAULT
     if name in ("-h", "--help"):
-        print("usage: coli bench <what> [options]\n")
+        print(f"usage: coli bench [<what>] [options]      without <what>: {DEFAULT}\n")
         for bench, help in BENCHES.items():
             print(f"  {bench:<8} {help}")
         print("\ncoli bench <what> --help explains one of them.")
         return 0
+    if name.startswith("-"):
+        return main([DEFAULT, *words])
     if name not in BENCHES:
         raise ConfigurationError(f"unknown measurement {name!r}; there are {', '.join(BENCHES)}")
     module = importlib.import_module(f"coli_server.bench.{name}")
