@@ -289,6 +289,7 @@ FIXTURES: dict[str, Fixture] = {
             "n_group": 3,
             "topk_group": 1,
             "first_k_dense_replace": 2,
+            "mlp_bias": True,
             "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
         },
     ),

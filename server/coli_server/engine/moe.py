@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,7 @@ class RouteObserver(Protocol):
 class ResidentMlp:
     """A feed-forward block that stays in memory: a dense layer or a shared expert."""
 
-    data: NDArray[np.uint16] | F32  # gate [width, hidden], up [width, hidden], down [hidden, width], flat
+    data: NDArray[Any]  # gate [width, hidden], up [width, hidden], down [hidden, width], flat; biases
     shape: ExpertShape
     gate: Matrix | None  # a shared expert's own gate, [1, hidden]
 
@@ -56,9 +56,16 @@ class ResidentMlp:
         data, kind = weights.packed([f"{name}.weight" for name in names], [up, up, down])
         own_gate = None if gate is None else weights.matrix([gate], [1], hidden)
         size = spec.width * hidden * data.itemsize
-        return cls(
-            data, expert_shape(kind, hidden, spec.width, spec.activation, (0, size, 2 * size)), own_gate
-        )
+        shape = expert_shape(kind, hidden, spec.width, spec.activation, (0, size, 2 * size))
+        if spec.bias:
+            at = 3 * size + -3 * size % 4  # float32, behind the matrices
+            widths = (spec.width, spec.width, hidden)
+            biases = [weights.vector(f"{name}.bias", n) for name, n in zip(names, widths, strict=True)]
+            gap = np.zeros((at - 3 * size) // data.itemsize, data.dtype)
+            data = np.concatenate([data, gap, np.concatenate(biases).view(data.dtype)])
+            up_bias = at + 4 * spec.width
+            shape = replace(shape, gate_bias=at, up_bias=up_bias, down_bias=up_bias + 4 * spec.width)
+        return cls(data, shape, own_gate)
 
     def forward(self, x: F32, workspace: Workspace) -> F32:
         """float32 [rows, hidden] -> [rows, hidden]."""
@@ -118,7 +125,7 @@ class MoeBlock:
                 weights,
                 (prefix + gate, prefix + up, prefix + down),
                 hidden,
-                DenseMlp(spec.shared.width, spec.activation),
+                DenseMlp(spec.shared.width, spec.activation, spec.shared.bias),
                 prefix + names.shared_gate if spec.shared.gated else None,
             )
         return cls(

@@ -92,10 +92,11 @@ class Activation:
 
 @dataclass(frozen=True, slots=True)
 class DenseMlp:
-    """A feed-forward block that every token runs, `width` neurons wide."""
+    """A feed-forward block that every token runs, `width` neurons wide; `bias`: its matrices have one."""
 
     width: int
     activation: Activation = Activation()
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ class SharedExpert:
 
     width: int
     gated: bool = False
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)

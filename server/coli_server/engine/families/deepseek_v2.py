@@ -20,6 +20,7 @@ from coli_server.engine.spec import ModelSpec, MoeMlp, Router
 def read(config: Config) -> ModelSpec:
     """Softmax router, greedy or limited to groups, without renormalisation; shared experts."""
     refuse_quantization(config)
+    mlp_bias = config.flag("mlp_bias", False)
     experts = expert_count(config, "n_routed_experts", "num_local_experts", "num_experts")
     width = config.integer("moe_intermediate_size")
     k = experts_per_token(config, experts)
@@ -28,10 +29,11 @@ def read(config: Config) -> ModelSpec:
         k=k,
         width=width,
         router=router(config, experts, k),
-        shared=shared_experts(config, width),
+        shared=shared_experts(config, width, bias=mlp_bias),
     )
     attention = latent_attention(config, interleaved=True)
-    return decoder(config, "deepseek_v2", attention, moe, first_dense_layers(config, 0), norm_eps=1e-6)
+    dense = first_dense_layers(config, 0)
+    return decoder(config, "deepseek_v2", attention, moe, dense, norm_eps=1e-6, mlp_bias=mlp_bias)
 
 
 def router(config: Config, experts: int, k: int) -> Router:

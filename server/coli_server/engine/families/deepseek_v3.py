@@ -20,6 +20,7 @@ from coli_server.engine.spec import ModelSpec, MoeMlp
 def read(config: Config) -> ModelSpec:
     """Latent attention, sigmoid router with groups and correction bias, a shared expert."""
     refuse_quantization(config)
+    config.choice("mlp_bias", (False,), False)
     experts = expert_count(config, "n_routed_experts", "num_local_experts", "num_experts")
     width = config.integer("moe_intermediate_size")
     k = experts_per_token(config, experts)

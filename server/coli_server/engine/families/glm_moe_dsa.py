@@ -22,6 +22,7 @@ from coli_server.engine.spec import Indexer, LatentAttention, ModelSpec, MoeMlp
 def read(config: Config) -> ModelSpec:
     """DeepSeek-V3's router and shared expert; a layer has an indexer or shares that of an earlier one."""
     refuse_quantization(config)
+    config.choice("mlp_bias", (False,), False)
     config.choice("rope_interleave", (True,), True)
     config.choice("indexer_rope_interleave", (True,), True)
     config.choice("moe_router_dtype", ("float32",), "float32")

@@ -72,10 +72,10 @@ def _temperature(rope: RopeSpec) -> float:
     return yarn_mscale(factor, mscale)
 
 
-def shared_experts(config: Config, width: int) -> SharedExpert | None:
-    """`n_shared_experts` of `width` neurons side by side, as one."""
+def shared_experts(config: Config, width: int, *, bias: bool = False) -> SharedExpert | None:
+    """`n_shared_experts` of `width` neurons side by side, as one; `bias`: its matrices have one."""
     count = config.integer("n_shared_experts", 0, low=0)
-    return SharedExpert(width * count) if count else None
+    return SharedExpert(width * count, bias=bias) if count else None
 
 
 def first_dense_layers(config: Config, default: int) -> list[bool]:
@@ -119,12 +119,12 @@ def decoder(
     dense: Sequence[bool],
     *,
     norm_eps: float,
+    mlp_bias: bool = False,
 ) -> ModelSpec:
     """The whole model; `dense[i]` says whether layer i is, `attention` may differ from layer to layer."""
     config.choice("moe_layer_freq", (1,), 1)
-    config.choice("mlp_bias", (False,), False)
     activation = silu(config)
-    dense_mlp = DenseMlp(config.integer("intermediate_size"), activation)
+    dense_mlp = DenseMlp(config.integer("intermediate_size"), activation, mlp_bias)
     each = [attention] * len(dense) if isinstance(attention, LatentAttention) else attention
     return ModelSpec(
         model_type=model_type,
