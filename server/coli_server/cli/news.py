@@ -19,9 +19,13 @@ class News:
         self._shown = False
 
     def show(self, info: Info) -> None:
-        parts = [f"{_WORDS.get(name, name)} {value}" for name, value in info.fields.items()]
-        if self._terminal and parts:
-            self._write(f"\r\x1b[K({', '.join(parts)})")
+        """Show what the server says of a request that waits."""
+        self.note(", ".join(f"{_WORDS.get(name, name)} {value}" for name, value in info.fields.items()))
+
+    def note(self, text: str) -> None:
+        """Show `text` in place of the last news."""
+        if self._terminal:
+            self._write(f"\r\x1b[K({text})")
             self._shown = True
 
     def wipe(self) -> None:

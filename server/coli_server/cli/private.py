@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from queue import SimpleQueue
 from typing import IO
 
+from coli_server.cli.news import News
 from coli_server.errors import ColiError
 from coli_server.settings import SETTINGS, Address, Listen, given, load
 
@@ -73,21 +74,25 @@ def _end_with_parent() -> None:
 def _wait_until_ready(process: subprocess.Popen[str]) -> Address:
     assert process.stderr is not None
     ready: SimpleQueue[str | None] = SimpleQueue()
-    threading.Thread(target=_relay, args=(process.stderr, ready), daemon=True).start()
+    news = News()
+    news.note("loading the model")
+    threading.Thread(target=_relay, args=(process.stderr, ready, news), daemon=True).start()
     address = ready.get()
     if address is None:
         raise DaemonFailedError(f"the daemon ended with status {process.wait()} before it was ready")
     return Listen().parse(address)
 
 
-def _relay(stderr: IO[str], ready: SimpleQueue[str | None]) -> None:
+def _relay(stderr: IO[str], ready: SimpleQueue[str | None], news: News) -> None:
     """Pass the daemon's messages on, but READY; that, or the end of the messages, goes into `ready`."""
     for line in stderr:
+        news.wipe()
         match = _READY.match(line)
         if match:
             ready.put(match[1])
         else:
             print(line, end="", file=sys.stderr, flush=True)
+    news.wipe()
     ready.put(None)
 
 
