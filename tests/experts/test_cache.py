@@ -286,3 +286,23 @@ def test_read_threads_start_with_the_cache_and_end_with_it(reader, make_cache):
     cache.close()
     assert threading.active_count() == before
     assert reader.closed
+
+
+def test_a_cleared_cache_reads_everything_but_pins_again(store, reader, make_cache):
+    cache = make_cache(6)
+    cache.pin(1, [4])
+    lease_all(cache, store, 1, [0, 1, 2])
+    lease_all(cache, store, 3, [3])
+    reader.gate.clear()
+    cache.prefetch(1, [5, 6])
+    threading.Timer(0.05, reader.gate.set).start()
+    cache.clear()
+    assert residents(cache, 1) == {4}
+    assert residents(cache, 3) == set()
+    assert cache.prefetch_in_flight == 0
+    counters = cache.counters
+    assert counters.prefetch_issued == counters.prefetch_wasted == 2
+    before = len(reader.log)
+    lease_all(cache, store, 1, [0, 1, 2, 3, 4, 5])
+    assert len(reader.log) > before
+    assert len(cache.last_loads) == 5

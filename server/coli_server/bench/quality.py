@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from coli_server.bench.arms import Arm, arms_of, logical_hits, run_arms
@@ -21,6 +21,7 @@ from coli_server.bench.gates import DEFAULT, Gate, Verdict, judge, parse_gates
 from coli_server.bench.summary import Interval, Quality, Traffic, quality, traffic
 from coli_server.bench.windows import read_texts, windows_of
 from coli_server.engine import Engine
+from coli_server.engine.model import Checkpoint
 from coli_server.errors import ConfigurationError
 from coli_server.models import ensure_default_model
 from coli_server.ranges import ROUTING
@@ -134,14 +135,12 @@ def open_engine(settings: Settings, *, all_resident: bool = False) -> Engine:
 
     Without `experts_per_layer` it holds half of the experts; with `all_resident` as many as the memory.
     """
-    folder = settings.model or str(ensure_default_model())
+    folder = Path(settings.model) if settings.model else ensure_default_model()
     slots = settings.experts_per_layer
-    engine = Engine.open(folder, ram=settings.ram, experts_per_layer=slots, threads=settings.threads or None)
-    half = max(engine.k, engine.experts // 2)
-    if slots is None and not all_resident and engine.cache.slots_per_layer > half:
-        engine.close()
-        return open_engine(replace(settings, experts_per_layer=half))
-    return engine
+    if slots is None and not all_resident:
+        moe = Checkpoint.open(folder).spec.moe
+        slots = max(moe.k, moe.experts // 2)
+    return Engine.open(folder, ram=settings.ram, experts_per_layer=slots, threads=settings.threads or None)
 
 
 def measure(

@@ -90,7 +90,8 @@ def compare(stock: StockRows, logits: F32, targets: NDArray[np.int64]) -> TokenS
 def log_sum_exp(logits: F64) -> F64:
     """ln of the sum of exp over the last axis, float64 [rows]. Raises ModelError where it is not finite."""
     top = logits.max(axis=1)
-    total: F64 = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
+    with np.errstate(invalid="ignore"):  # said below
+        total: F64 = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
     if not np.isfinite(total).all():
         raise ModelError("the logits are not finite: the model's arithmetic failed")
     return total
