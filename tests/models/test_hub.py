@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from coli_server.models import model_folder
 from coli_server.models.checkpoint import write_model
 from coli_server.models.dense import read_gguf
-from coli_server.models.hub import is_hub_id
+from coli_server.models.naming import is_hub_id
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_secret"
@@ -126,9 +127,9 @@ def hub(tiny: Any, tmp_path: Path) -> Iterator[Hub]:
 _CHILD = """
 import sys
 from coli_server.errors import ColiError
-from coli_server.models.hub import pull_repository
+from coli_server.models import model_folder
 try:
-    print(pull_repository(sys.argv[1]))
+    print(model_folder(sys.argv[1]))
 except ColiError as error:
     sys.exit(f"refused: {error}")
 """
@@ -227,6 +228,8 @@ def test_a_repository_that_cannot_run_is_refused_before_its_weights_come(
         ("owner/name.v1@refs/pr/3", True),
         ("/absolute/path", False),
         ("./here/it", False),
+        ("../folder", False),
+        ("./folder", False),
         ("name", False),
         ("a/b/c", False),
     ],
@@ -239,3 +242,12 @@ def test_a_folder_that_is_here_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "owner/name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert not is_hub_id("owner/name")
+
+
+def test_a_folder_is_given_back_as_it_is(tmp_path: Path) -> None:
+    assert model_folder(str(tmp_path)) == tmp_path
+    assert model_folder("/no/such/folder") == Path("/no/such/folder")
+
+
+def test_without_a_name_it_is_the_default_model(default_model: Path) -> None:
+    assert model_folder(None) == default_model

@@ -19,8 +19,6 @@ def main(words: Sequence[str]) -> int:
     settings = load(vars(parser.parse_args(words)), os.environ)
     # What is expensive to import comes after what can be refused at once.
     from coli_server import daemon
-    from coli_server.models import ensure_default_model
+    from coli_server.models import model_folder
 
-    if settings.model is None:
-        settings = replace(settings, model=str(ensure_default_model()))
-    return daemon.run(settings)
+    return daemon.run(replace(settings, model=str(model_folder(settings.model))))

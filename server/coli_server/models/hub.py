@@ -4,7 +4,6 @@ Files go to the hub's own cache, which other programs share. HF_HOME, HF_TOKEN, 
 mean what they mean to `huggingface_hub`, which also resumes what was interrupted.
 """
 
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import DryRunError
 from tqdm import tqdm
 
+from coli_server.models.naming import HUB_ID
 from coli_server.models.progress import Progress
 from coli_server.models.source import PullError
 
@@ -22,13 +22,6 @@ NEEDED += ["chat_template.jinja", "model.safetensors.index.json", "*.safetensors
 # Copies of the weights in other layouts: in subfolders, and those that Mistral's own programs read.
 NOT_NEEDED = ["*/*", "consolidated*"]
 
-_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
-
-
-def is_hub_id(word: str) -> bool:
-    """Whether `word` is `owner/name` or `owner/name@revision` and no folder that is here."""
-    return _ID.fullmatch(word) is not None and not Path(word).exists()
-
 
 def pull_repository(word: str, *, progress: Progress | None = None) -> Path:
     """The folder with the model files of `owner/name` or `owner/name@revision`, downloaded if need be.
@@ -36,7 +29,7 @@ def pull_repository(word: str, *, progress: Progress | None = None) -> Path:
     Without a network, files that are complete in the hub's cache will do. Raises `PullError`.
     """
     progress = progress or Progress.to_stderr()
-    match = _ID.fullmatch(word)
+    match = HUB_ID.fullmatch(word)
     if match is None:
         raise PullError(
             f"{word!r} is no model of the Hugging Face hub, must be OWNER/NAME or OWNER/NAME@REVISION"
