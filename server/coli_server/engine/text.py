@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from coli_server.engine.chat_template import ChatTemplate, TextError
 from coli_server.errors import ColiError, ModelError
 
 Message = Mapping[str, str]
 
-
-class TextError(ColiError):
-    """A text or a dialogue that this model's tokenizer or chat template cannot take."""
-
-    code: ClassVar[str] = "BAD_REQUEST"
+# Some publishers do not mark the tokens of turns as special: <|user|>, or with wide bars <｜User｜>.
+_MARKUP = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
 
 
 class Text:
@@ -32,22 +26,29 @@ class Text:
     other text. Only the chat template itself writes control tokens.
     """
 
-    def __init__(self, tokenizer: str, config: Mapping[str, object], template: str | None) -> None:
+    def __init__(
+        self, tokenizer: str, config: Mapping[str, object], template: str | None, where: str = "chat_template"
+    ) -> None:
+        """`tokenizer` is the text of tokenizer.json, `config` tokenizer_config.json, `where` names the file
+        of the chat `template`. Raises ModelError."""
         self._control = Tokenizer.from_str(tokenizer)
-        self._plain = Tokenizer.from_str(tokenizer)
+        added = self._control.get_added_tokens_decoder()
+        control = {id: token.content for id, token in added.items() if _is_control(token)}
+        self._plain = Tokenizer.from_str(_with_specials(tokenizer, frozenset(control.values())))
         for each in (self._control, self._plain):
             each.no_truncation()
             each.no_padding()
         self._plain.encode_special_tokens = True
-        self._specials = tuple(
-            token.content for token in self._control.get_added_tokens_decoder().values() if token.special
-        )
+        self._control_ids = frozenset(control)
+        self._control_texts = tuple(sorted(filter(None, control.values()), key=len, reverse=True))
+        self._control_text = re.compile("|".join(map(re.escape, self._control_texts)) or r"(?!)")
         self._bos = self._bos_to_add(config)
         self._names = {
-            name: _token_text(config[name]) for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-            if config.get(name) is not None
-        }  # fmt: skip
-        self._template = None if template is None else compile_template(template)
+            name: _token_text(value)
+            for name, value in config.items()
+            if name.endswith("_token") and isinstance(value, str | dict)
+        }
+        self._template = None if template is None else ChatTemplate(template, where, self._names)
 
     @classmethod
     def load(cls, folder: Path) -> Text:
@@ -67,7 +68,7 @@ class Text:
         if not isinstance(config, dict):
             raise ModelError(f"{config_path}: expected a JSON object")
         try:
-            return cls(tokenizer, config, _find_template(folder, config))
+            return cls(tokenizer, config, *_find_template(folder, config))
         except ColiError:
             raise
         except Exception as error:  # the tokenizers library raises bare Exception for a file it cannot read
@@ -84,7 +85,11 @@ class Text:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a user's text, with the tokenizer's own beginning-of-text rule."""
-        ids = list(self._plain.encode(text, add_special_tokens=True).ids)
+        if self._control_ids.isdisjoint(self._plain.encode(text, add_special_tokens=False).ids):
+            ids = list(self._plain.encode(text, add_special_tokens=True).ids)
+        else:  # the vocabulary itself holds the text of a control token
+            before, after = self._frame()
+            ids = [*before, *self._harmless(text), *after]
         return ids if self._bos is None or ids[:1] == [self._bos] else [self._bos, *ids]
 
     @property
@@ -102,27 +107,48 @@ class Text:
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a dialogue, ready for the assistant's next turn.
 
+        While the template runs, marks stand for the texts of control tokens that messages hold. Afterwards
+        those texts are tokenized apart from the rest, so that only the template writes control tokens.
+
         Raises TextError when there is no chat template or when the template refuses the dialogue.
         """
         if self._template is None:
             raise TextError("this model has no chat template; use GEN")
-        texts, marks = [dict(message) for message in messages], {}
-        for number, message in enumerate(texts):
-            if any(special in message["content"] for special in self._specials):
-                # A mark stands for the text while the template runs, so that the text is tokenized apart.
-                mark = f"\ue000{number}\ue001"
-                marks[mark] = message["content"].strip()
-                message["content"] = mark
-        rendered = self._render(texts)
+        opening = _unused_mark([*(message["content"] for message in messages), self._template.source])
+        marked = [
+            {
+                **message,
+                "content": self._control_text.sub(
+                    lambda found: f"{opening}{self._control_texts.index(found[0])}\ue001", message["content"]
+                ),
+            }
+            for message in messages
+        ]
+        rendered = self._template.render(marked)
         ids: list[int] = []
-        for mark, content in marks.items():
-            before, found, rendered = rendered.partition(mark)
-            if not found:
-                continue  # the template drops this turn (earlier reasoning, say)
-            ids += self._control.encode(before, add_special_tokens=False).ids
-            ids += self._plain.encode(content, add_special_tokens=False).ids
-        ids += self._control.encode(rendered, add_special_tokens=False).ids
+        for i, piece in enumerate(re.split(f"{re.escape(opening)}(\\d+)\ue001", rendered)):
+            if i % 2:
+                ids += self._harmless(self._control_texts[int(piece)])
+            elif piece:
+                ids += self._control.encode(piece, add_special_tokens=False).ids
         return ids
+
+    def _harmless(self, text: str) -> list[int]:
+        """Token ids of `text` without a control token among them, whatever the vocabulary holds."""
+        ids = list(self._plain.encode(text, add_special_tokens=False).ids)
+        if self._control_ids.isdisjoint(ids):
+            return ids
+        if len(text) < 2:
+            return [id for id in ids if id not in self._control_ids]
+        half = len(text) // 2
+        return self._harmless(text[:half]) + self._harmless(text[half:])
+
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer's post-processor puts before and behind a text."""
+        bare = self._plain.encode("a", add_special_tokens=False).ids
+        full = self._plain.encode("a", add_special_tokens=True).ids
+        at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
+        return full[:at], full[at + len(bare) :]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, control tokens left out."""
@@ -142,15 +168,6 @@ class Text:
             return None
         bos = self._control.token_to_id(_token_text(config["bos_token"]))
         return None if bos is None else int(bos)
-
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        assert self._template is not None
-        try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._names)
-        except jinja2.exceptions.TemplateError as error:
-            raise TextError(f"the chat template refuses this dialogue: {str(error)[:200]}") from None
-        except (TypeError, ValueError, OverflowError, MemoryError) as error:
-            raise TextError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from None
 
 
 class TextStream:
@@ -178,32 +195,6 @@ class TextStream:
         return "\ufffd" if "\ufffd" in text else ""
 
 
-class _TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja2's sandbox with the helpers that published chat templates use."""
-
-    def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
-        self.filters["tojson"] = _to_json
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-
-
-def compile_template(source: str) -> jinja2.Template:
-    """A chat template that runs in a sandbox. Raises ModelError if it is not valid Jinja2."""
-    try:
-        return _TemplateEnvironment().from_string(source)
-    except jinja2.exceptions.TemplateSyntaxError as error:
-        raise ModelError(f"the chat template is not valid (line {error.lineno}): {error.message}") from None
-
-
-def _raise_exception(message: object) -> None:
-    raise jinja2.exceptions.TemplateError(str(message))
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
 def _token_text(value: object) -> str:
     """The text of a special token, which tokenizer_config.json gives as a string or as an object."""
     if isinstance(value, dict):
@@ -211,12 +202,37 @@ def _token_text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _find_template(folder: Path, config: Mapping[str, object]) -> str | None:
+def _is_control(token: AddedToken) -> bool:
+    """Whether an added token steers the model: marked as special, or written like markup of turns."""
+    return token.special or _MARKUP.fullmatch(token.content) is not None
+
+
+def _with_specials(tokenizer: str, texts: frozenset[str]) -> str:
+    """tokenizer.json in which the added tokens `texts` are marked as special."""
+    document = json.loads(tokenizer)
+    for token in document.get("added_tokens") or ():
+        token["special"] = token["special"] or token["content"] in texts
+    return json.dumps(document)
+
+
+def _unused_mark(texts: Sequence[str]) -> str:
+    """The beginning of a mark that none of `texts` holds."""
+    number = 0
+    while any(f"\ue000{number}." in text for text in texts):
+        number += 1
+    return f"\ue000{number}."
+
+
+def _find_template(folder: Path, config: Mapping[str, object]) -> tuple[str | None, str]:
+    """The chat template of a folder, if it has one, and the file that it is in."""
     path = folder / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8"), str(path)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path}: not readable as text: {error}") from None
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
         template = named.get("default")
-    return template if isinstance(template, str) else None
+    return template if isinstance(template, str) else None, str(folder / "tokenizer_config.json")
