@@ -47,7 +47,8 @@ class KvCache:
     """Keys and values of one sequence, float32, `capacity` tokens in every layer.
 
     Attributes per layer: `keys[i]` [capacity, heads, key], `values[i]` [capacity, heads, value],
-    `index[i]` [capacity, index]. Memory is touched, and so paid for, only as tokens are written.
+    `index[i]` [capacity, index]. Memory is touched, and so paid for, only as tokens are written. `bases`:
+    where keys and values of every layer begin, int64 [layers, 2].
     `length` tokens are valid; the first `stock` of them were made under stock routing from the start of
     the sequence, so any request may reuse them; the rest belongs to the dialogue that `origin` names.
     """
@@ -58,6 +59,8 @@ class KvCache:
         self.keys = [np.empty((capacity, w.heads, w.key), np.float32) for w in widths]
         self.values = [np.empty((capacity, w.heads, w.value), np.float32) for w in widths]
         self.index = [np.empty((capacity, w.index), np.float32) for w in widths]
+        caches = zip(self.keys, self.values, strict=True)
+        self.bases = np.array([(k.ctypes.data, v.ctypes.data) for k, v in caches], np.int64)
         self.ids: list[int] = []
         self.stock = 0
         self.origin: object = None

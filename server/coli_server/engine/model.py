@@ -97,7 +97,9 @@ class Model:
         routed = [(layer.mlp_norm, layer.mlp) for layer in self._layers if isinstance(layer.mlp, MoeBlock)]
         self.pilot = pilot
         self._pilots = {b.slot - 1: Pilot(norm, b) for norm, b in routed[1:]}
-        self._norm = Norm.load(weights, names.final_norm, spec.hidden, spec.norm)
+        # The norm behind each layer: the next one's attention norm, or the last of all.
+        final = Norm.load(weights, names.final_norm, spec.hidden, spec.norm)
+        self._following = [*(layer.attention_norm for layer in self._layers[1:]), final]
         self._head = self._load_head(weights, names)
         weights.refuse_unknown(
             [pattern.replace("{beyond}", _beyond(len(spec.layers))) for pattern in checkpoint.family.ignored]
@@ -120,18 +122,20 @@ class Model:
         if spec.embedding_multiplier != 1.0:
             x *= np.float32(spec.embedding_multiplier)
         turned = [angles(rope, step.positions, step.lengths) for rope in self._ropes]
-        for layer in self._layers:
+        multiplier = np.float32(spec.residual_multiplier)
+        normed = self._layers[0].attention_norm(x)
+        for layer, following in zip(self._layers, self._following, strict=True):
             rope = None if layer.rope is None else turned[layer.rope]
-            attended = layer.attention.forward(layer.attention_norm(x), step, rope)
-            _add(x, attended, spec.residual_multiplier)
-            normed = layer.mlp_norm(x)
+            attended = layer.attention.forward(normed, step, rope)
+            normed = layer.mlp_norm.behind(x, attended, multiplier)
             if isinstance(layer.mlp, MoeBlock):
                 ahead = self._look_ahead(layer.mlp, x, step)
-                _add(x, layer.mlp.forward(normed, step, self._workspace, ahead), spec.residual_multiplier)
+                out = layer.mlp.forward(normed, step, self._workspace, ahead)
                 step.layers += 1
             else:
-                _add(x, layer.mlp.forward(normed, self._workspace), spec.residual_multiplier)
-        return self._logits(x[_wanted(step)])
+                out = layer.mlp.forward(normed, self._workspace)
+            normed = following.behind(x, out, multiplier)
+        return self._logits(normed[_wanted(step)])
 
     def _look_ahead(self, block: MoeBlock, x: F32, step: Step) -> Callable[[F32], None] | None:
         """What prefetches for the MoE layer behind `block`, whose residual input is `x`; None: nothing."""
@@ -142,9 +146,10 @@ class Model:
         return lambda resident: pilot.look_ahead(x + resident * multiplier, step)
 
     def _logits(self, x: F32) -> F32:
+        """Logits of normalised rows."""
         if not len(x):
             return np.empty((0, self.spec.vocab), np.float32)
-        logits = self._head(self._norm(np.ascontiguousarray(x)))
+        logits = self._head(x)
         if self.spec.logits_divisor != 1.0:
             logits /= np.float32(self.spec.logits_divisor)
         return logits
@@ -202,13 +207,6 @@ def _end_ids(folder: Path, config: Config, vocab: int) -> frozenset[int]:
     if path.exists():
         ids = Config.load(path).token_ids("eos_token_id", vocab) or ids
     return frozenset(ids)
-
-
-def _add(x: F32, y: F32, multiplier: float) -> None:
-    """`x += y * multiplier`, in place."""
-    if multiplier != 1.0:
-        y *= np.float32(multiplier)
-    x += y
 
 
 def _wanted(step: Step) -> NDArray[np.intp]:

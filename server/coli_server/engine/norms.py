@@ -30,7 +30,13 @@ class Norm:
 
     def __call__(self, x: F32) -> F32:
         """Normalised rows: float32 [rows, size]."""
-        out = np.empty_like(x)
         if self.bias is None:
-            return kernels.rms_norm(x, self.weight, self.eps, out)
-        return kernels.layer_norm(x, self.weight, self.bias, self.eps, out)
+            return kernels.rms_norm(x, self.weight, self.eps)
+        return kernels.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def behind(self, x: F32, y: F32, multiplier: np.float32) -> F32:
+        """`x += y * multiplier`, in place, and the normalised rows of that."""
+        if self.bias is None:
+            return kernels.add_rms_norm(x, y, multiplier, self.weight, self.eps)
+        x += y * multiplier
+        return kernels.layer_norm(x, self.weight, self.bias, self.eps)

@@ -154,6 +154,11 @@ class Step:
         )
         self.lengths: I32 = np.repeat(np.array([span.length for span in spans], np.int32), counts)
         self.starts = starts
+        self.runs = self._runs(counts)
+        # Where the caches of each row's sequence begin: int64 [layers, rows, 2].
+        self.bases: NDArray[np.int64] = np.repeat(
+            np.stack([span.sequence.kv.bases for span in spans], axis=1), counts, axis=1
+        )
         self.groups = self._group()
         self.swaps = np.zeros(self.rows, np.int64)
         self.kl = np.zeros(self.rows, np.float64)
@@ -164,6 +169,20 @@ class Step:
         self.selected: list[I32 | None] = [None] * len(self.spans)
         self.found = np.zeros((self.rows, 3), np.int64)  # lookups that were absent, in the LRU, pinned
         self.loads = np.zeros((self.rows, 2), np.int64)  # physical reads and their bytes
+
+    def _runs(self, counts: Seq[int]) -> tuple[tuple[int, int, bool], ...]:
+        """Rows that attend in one launch, first and end, and whether they are all of one sequence.
+
+        Spans of one token, next to each other, share a run; every longer one has its own.
+        """
+        runs: list[tuple[int, int, bool]] = []
+        for i, count in enumerate(counts):
+            first, end = self.first[i], self.first[i + 1]
+            if count == 1 and runs and not runs[-1][2]:
+                runs[-1] = (runs[-1][0], end, False)
+            else:
+                runs.append((first, end, count > 1))
+        return tuple(runs)
 
     def _group(self) -> tuple[RowGroup, ...]:
         by_policy: dict[RoutePolicy, list[int]] = {}

@@ -9,7 +9,7 @@ from coli_server.engine.kernels.runtime import prepare_environment, setup
 
 prepare_environment()  # before Numba is imported below
 
-from coli_server.engine.kernels.attention import attention  # noqa: E402
+from coli_server.engine.kernels.attention import attend, attention, kv_layout  # noqa: E402
 from coli_server.engine.kernels.experts import (  # noqa: E402
     ACTIVATION_CLAMPED_SWIGLU,
     ACTIVATION_GELU_TANH,
@@ -18,8 +18,15 @@ from coli_server.engine.kernels.experts import (  # noqa: E402
     experts_ffn,
 )
 from coli_server.engine.kernels.formats import ITEM_BYTES, Kind  # noqa: E402
+from coli_server.engine.kernels.heads import HeadShape, split_heads  # noqa: E402
 from coli_server.engine.kernels.linear import linear, linear_heads  # noqa: E402
-from coli_server.engine.kernels.norms import combine, layer_norm, rms_norm, silu_mul  # noqa: E402
+from coli_server.engine.kernels.norms import (  # noqa: E402
+    add_rms_norm,
+    combine,
+    layer_norm,
+    rms_norm,
+    silu_mul,
+)
 from coli_server.engine.kernels.rotary import rope  # noqa: E402
 from coli_server.engine.kernels.warming import warm  # noqa: E402
 
@@ -29,10 +36,14 @@ __all__ = [
     "ACTIVATION_SILU",
     "ITEM_BYTES",
     "ExpertShape",
+    "HeadShape",
     "Kind",
+    "add_rms_norm",
+    "attend",
     "attention",
     "combine",
     "experts_ffn",
+    "kv_layout",
     "layer_norm",
     "linear",
     "linear_heads",
@@ -40,5 +51,6 @@ __all__ = [
     "rope",
     "setup",
     "silu_mul",
+    "split_heads",
     "warm",
 ]

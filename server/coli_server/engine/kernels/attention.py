@@ -1,4 +1,4 @@
-"""Attention of one sequence over its KV cache, by a running softmax over blocks of 64 positions.
+"""Attention of sequences over their KV caches, by a running softmax over blocks of 64 positions.
 
 A task takes a few rows and a few query heads that share a KV head, so that keys are loaded once for all of
 them. Blocks begin at multiples of 64 wherever a row's first position is: its task does not change its result.
@@ -107,8 +107,8 @@ def _first_seen(last: Any, window: int) -> Any:
 @njit(nogil=True, cache=True)
 def _rows(
     q: Array,
-    keys: Array,
-    values: Array,
+    cache: Array,
+    bases: Array,
     positions: Array,
     scale: float,
     window: int,
@@ -120,8 +120,9 @@ def _rows(
     heads: int,
 ) -> None:
     """Rows row..row + rows - 1, heads head..head + heads - 1, all of one KV head, over all that they see."""
-    q_heads, dk, dv = q.shape[1], q.shape[2], values.shape[2]
-    kv_head = head // (q_heads // keys.shape[1])
+    q_heads, dk, dv = q.shape[1], q.shape[2], out.shape[2]
+    kv_head = head // (q_heads // cache[0])
+    keys, values = bases[row, 0] + kv_head * cache[2], bases[row, 1] + kv_head * cache[4]
     qs, ys, scores, states = STACK_16(), STACK_16(), STACK_384(), STACK_64()
     key_rows, value_rows = STACK_64(), STACK_64()
     first: Any = np.int64(positions[row])
@@ -138,10 +139,8 @@ def _rows(
         stop = min(_BLOCK, last + 1 - block)
         for j in range((stop + 3) // 4 * 4):
             position = block + min(j, stop - 1)
-            put_address(key_rows, j, address(keys) + position * keys.strides[0] + kv_head * keys.strides[1])
-            put_address(
-                value_rows, j, address(values) + position * values.strides[0] + kv_head * values.strides[1]
-            )
+            put_address(key_rows, j, keys + position * cache[1])
+            put_address(value_rows, j, values + position * cache[3])
         _score(qs, rows * heads, dk, key_rows, max(0, first - block), stop, ys)
         for r in range(rows):
             seen = np.int64(positions[row + r])
@@ -160,8 +159,8 @@ def _rows(
 @njit(nogil=True, cache=True)
 def _chosen(
     q: Array,
-    keys: Array,
-    values: Array,
+    cache: Array,
+    bases: Array,
     positions: Array,
     scale: float,
     window: int,
@@ -173,8 +172,9 @@ def _chosen(
     heads: int,
 ) -> None:
     """One row, heads head..head + heads - 1, all of one KV head, over the listed positions that it sees."""
-    q_heads, dk, dv = q.shape[1], q.shape[2], values.shape[2]
-    kv_head = head // (q_heads // keys.shape[1])
+    q_heads, dk, dv = q.shape[1], q.shape[2], out.shape[2]
+    kv_head = head // (q_heads // cache[0])
+    keys, values = bases[row, 0] + kv_head * cache[2], bases[row, 1] + kv_head * cache[4]
     qs, ys, scores, states = STACK_16(), STACK_16(), STACK_384(), STACK_64()
     key_rows, value_rows = STACK_64(), STACK_64()
     last = np.int64(positions[row])
@@ -191,13 +191,11 @@ def _chosen(
             position = np.int64(allowed[row, cursor])
             cursor += 1
             if first <= position <= last:
-                key = address(keys) + position * keys.strides[0] + kv_head * keys.strides[1]
-                value = address(values) + position * values.strides[0] + kv_head * values.strides[1]
-                put_address(key_rows, count, key)
-                put_address(value_rows, count, value)
+                put_address(key_rows, count, keys + position * cache[1])
+                put_address(value_rows, count, values + position * cache[3])
                 count += 1
         for j in range(count, (count + 3) // 4 * 4):
-            put_address(key_rows, j, address(keys) + last * keys.strides[0] + kv_head * keys.strides[1])
+            put_address(key_rows, j, keys + last * cache[1])
         if count > 0:
             _score(qs, heads, dk, key_rows, np.int64(0), count, ys)
             _fold(scores, states, value_rows, np.int64(0), count, scale, heads, place, dv)
@@ -207,8 +205,8 @@ def _chosen(
 @njit(nogil=True, cache=True, inline="always")
 def _task(
     q: Array,
-    keys: Array,
-    values: Array,
+    cache: Array,
+    bases: Array,
     positions: Array,
     scale: float,
     window: int,
@@ -223,42 +221,45 @@ def _task(
     units = q.shape[1] // heads
     row, head = task // units * rows, task % units * heads
     if allowed.shape[1] > 0:
-        _chosen(q, keys, values, positions, scale, window, sinks, allowed, out, row, head, heads)
+        _chosen(q, cache, bases, positions, scale, window, sinks, allowed, out, row, head, heads)
     else:
         count = min(rows, q.shape[0] - row)
-        _rows(q, keys, values, positions, scale, window, sinks, out, row, count, head, heads)
+        _rows(q, cache, bases, positions, scale, window, sinks, out, row, count, head, heads)
 
 
 @njit(nogil=True, cache=True, parallel=True)
 def _attention(
     q: Array,
-    keys: Array,
-    values: Array,
+    cache: Array,
+    bases: Array,
     positions: Array,
     scale: float,
     window: int,
     sinks: Array,
     allowed: Array,
     out: Array,
+    together: bool,
     threads: int,
 ) -> None:
     tokens, q_heads, dk = q.shape
-    kv_heads, listed = keys.shape[1], allowed.shape[1]
+    kv_heads, listed = cache[0], allowed.shape[1]
     heads = _heads_per_task(tokens * kv_heads, q_heads // kv_heads, threads)
     units = q_heads // heads
-    rows = 1 if listed > 0 else max(1, min(_QUERIES // heads, tokens * units // (4 * threads)))
+    rows: Any = np.int64(1)
+    if together and listed == 0:
+        rows = max(1, min(_QUERIES // heads, tokens * units // (4 * threads)))
     tasks = (tokens + rows - 1) // rows * units
-    seen = listed if listed > 0 else np.int64(positions[tokens - 1]) + 1
+    seen = listed if listed > 0 else np.int64(positions.max()) + 1
     if window > 0:
         seen = min(seen, window)
-    if threads == 1 or tokens * q_heads * seen * (dk + values.shape[2]) < SERIAL_WORK:
+    if threads == 1 or tokens * q_heads * seen * (dk + out.shape[2]) < SERIAL_WORK:
         for task in range(tasks):
-            _task(q, keys, values, positions, scale, window, sinks, allowed, out, task, rows, heads)
+            _task(q, cache, bases, positions, scale, window, sinks, allowed, out, task, rows, heads)
     else:
         # Late rows see more than early ones, so every thread takes every so many-th task.
         for thread in prange(threads):
             for task in range(thread, tasks, threads):
-                _task(q, keys, values, positions, scale, window, sinks, allowed, out, task, rows, heads)
+                _task(q, cache, bases, positions, scale, window, sinks, allowed, out, task, rows, heads)
 
 
 def attention(
@@ -294,5 +295,38 @@ def attention(
     sinks = _NO_SINKS if sinks is None else sinks
     allowed = _ALL_POSITIONS if allowed is None else allowed
     if tokens:
-        _attention(q, keys, values, positions, np.float32(scale), window, sinks, allowed, out, thread_count())
+        bases = np.empty((tokens, 2), np.int64)
+        bases[:] = keys.ctypes.data, values.ctypes.data
+        cache = kv_layout(keys, values)
+        _attention(
+            q, cache, bases, positions, np.float32(scale), window, sinks, allowed, out, True, thread_count()
+        )
     return out
+
+
+def kv_layout(keys: Array, values: Array) -> Array:
+    """How a layer's caches lie in memory: int64 [5], KV heads, and the byte strides of a position and of a
+    head among the keys and among the values."""
+    return np.array([keys.shape[1], *keys.strides[:2], *values.strides[:2]], np.int64)
+
+
+def attend(
+    q: Array,
+    cache: Array,
+    bases: Array,
+    positions: Array,
+    scale: float,
+    window: int,
+    sinks: Array | None,
+    out: Array,
+    together: bool,
+) -> None:
+    """`attention` of rows of several sequences in one launch; nothing is checked.
+
+    `cache` is the `kv_layout` of all of them; `bases` int64 [tokens, 2]: where keys and values of each row's
+    sequence begin. `together`: all rows are of one sequence, ascending, and may share the keys they load.
+    """
+    _attention(
+        q, cache, bases, positions, np.float32(scale), window, _NO_SINKS if sinks is None else sinks,
+        _ALL_POSITIONS, out, together, thread_count(),
+    )  # fmt: skip

@@ -8,14 +8,27 @@ from coli_server.engine.kernels.tiles import SILU, address, lane_sum, lane_sum_s
 
 
 @njit(nogil=True, cache=True)
+def rms_norm_row(x: Array, weight: Array, eps: float, out: Array) -> None:
+    """RMS norm of one row, contiguous float32 [width]; out may be x."""
+    width = x.shape[0]
+    mean = lane_sum_squares(address(x), width) / np.float32(width)
+    factor = np.float32(1.0) / np.sqrt(mean + np.float32(eps))
+    for d in range(width):
+        out[d] = x[d] * factor * weight[d]
+
+
+@njit(nogil=True, cache=True)
 def _rms_norm(x: Array, weight: Array, eps: float, out: Array) -> None:
-    rows, width = x.shape
-    xp = address(x)
-    for t in range(rows):
-        mean = lane_sum_squares(xp + t * x.strides[0], width) / np.float32(width)
-        factor = np.float32(1.0) / np.sqrt(mean + np.float32(eps))
-        for d in range(width):
-            out[t, d] = x[t, d] * factor * weight[d]
+    for t in range(x.shape[0]):
+        rms_norm_row(x[t], weight, eps, out[t])
+
+
+@njit(nogil=True, cache=True)
+def _add_rms_norm(x: Array, y: Array, multiplier: float, weight: Array, eps: float, out: Array) -> None:
+    for t in range(x.shape[0]):
+        for d in range(x.shape[1]):
+            x[t, d] += y[t, d] * multiplier
+        rms_norm_row(x[t], weight, eps, out[t])
 
 
 @njit(nogil=True, cache=True)
@@ -56,6 +69,16 @@ def rms_norm(x: Array, weight: Array, eps: float, out: Array | None = None) -> A
     if x.shape != out.shape or weight.shape[0] != x.shape[1]:
         raise ValueError(f"x {x.shape}, weight {weight.shape} and out {out.shape} do not fit together")
     _rms_norm(x, weight, eps, out)
+    return out
+
+
+def add_rms_norm(x: Array, y: Array, multiplier: np.float32, weight: Array, eps: float) -> Array:
+    """x += y * multiplier, in place, and the RMS norm of that, in one pass.
+
+    x, y float32 [rows, width], weight float32 [width]; nothing is checked.
+    """
+    out = np.empty_like(x)
+    _add_rms_norm(x, y, multiplier, weight, eps, out)
     return out
 
 

@@ -6,24 +6,32 @@ from coli_server.engine.kernels.formats import Array
 
 
 @njit(nogil=True, cache=True)
-def _rotate_halves(x: Array, cos: Array, sin: Array) -> None:
-    half = cos.shape[1]
-    for t in range(x.shape[0]):
-        for h in range(x.shape[1]):
-            for d in range(half):
-                a, b = x[t, h, d], x[t, h, d + half]
-                x[t, h, d] = a * cos[t, d] - b * sin[t, d]
-                x[t, h, d + half] = b * cos[t, d] + a * sin[t, d]
+def rotate_halves_row(x: Array, cos: Array, sin: Array) -> None:
+    """Rotate one head in place."""
+    half = cos.shape[0]
+    for d in range(half):
+        a, b = x[d], x[d + half]
+        x[d] = a * cos[d] - b * sin[d]
+        x[d + half] = b * cos[d] + a * sin[d]
 
 
 @njit(nogil=True, cache=True)
-def _rotate_pairs(x: Array, cos: Array, sin: Array) -> None:
+def rotate_pairs_row(x: Array, cos: Array, sin: Array) -> None:
+    """Rotate one head in place, neighbours together."""
+    for d in range(cos.shape[0]):
+        a, b = x[2 * d], x[2 * d + 1]
+        x[2 * d] = a * cos[d] - b * sin[d]
+        x[2 * d + 1] = b * cos[d] + a * sin[d]
+
+
+@njit(nogil=True, cache=True)
+def _rotate(x: Array, cos: Array, sin: Array, interleaved: bool) -> None:
     for t in range(x.shape[0]):
         for h in range(x.shape[1]):
-            for d in range(cos.shape[1]):
-                a, b = x[t, h, 2 * d], x[t, h, 2 * d + 1]
-                x[t, h, 2 * d] = a * cos[t, d] - b * sin[t, d]
-                x[t, h, 2 * d + 1] = b * cos[t, d] + a * sin[t, d]
+            if interleaved:
+                rotate_pairs_row(x[t, h], cos[t], sin[t])
+            else:
+                rotate_halves_row(x[t, h], cos[t], sin[t])
 
 
 def rope(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
@@ -34,5 +42,5 @@ def rope(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
     """
     if cos.shape != sin.shape or cos.shape[0] != x.shape[0] or 2 * cos.shape[1] > x.shape[2]:
         raise ValueError(f"x {x.shape}, cos {cos.shape} and sin {sin.shape} do not fit together")
-    (_rotate_pairs if interleaved else _rotate_halves)(x, cos, sin)
+    _rotate(x, cos, sin, interleaved)
     return x

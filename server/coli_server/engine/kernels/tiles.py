@@ -179,6 +179,23 @@ def put_float(_context: Any, address: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
+def copy_floats(_context: Any, source: Any, target: Any, n: Any) -> Any:
+    """Copy n float32 from one address to another; they do not overlap."""
+
+    def generate(context: Any, b: Any, _signature: Any, args: Any) -> Any:
+        source, target, n = args
+
+        def step(offset: Any, mask: Any) -> None:
+            at = b.mul(offset, ln.I64(4))
+            _store(b, _load(b, b.add(source, at), mask), b.add(target, at), mask)
+
+        _each_step(b, n, step)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
+
+
+@intrinsic
 def lane_sum(_context: Any, x: Any, n: Any) -> Any:
     """The sum of n float32 from address x on, in the fixed order of 16 lanes."""
     return types.float32(types.int64, types.int64), _reduction(lambda b, total, v: b.fadd(total, v))

@@ -7,8 +7,9 @@ import numpy as np
 from coli_server.engine.kernels.attention import attention
 from coli_server.engine.kernels.experts import ExpertShape, experts_ffn
 from coli_server.engine.kernels.formats import ITEM_BYTES, Kind
+from coli_server.engine.kernels.heads import HeadShape, split_heads
 from coli_server.engine.kernels.linear import linear, linear_heads
-from coli_server.engine.kernels.norms import combine, layer_norm, rms_norm, silu_mul
+from coli_server.engine.kernels.norms import add_rms_norm, combine, layer_norm, rms_norm, silu_mul
 from coli_server.engine.kernels.rotary import rope
 
 _ELEMENTS = {2: np.uint16, 4: np.float32}
@@ -43,6 +44,10 @@ def warm(
     keys = _zeros(2, 1, 6)
     values = keys[:, :, :4] if latent else _zeros(2, 1, 4)
     attention(_zeros(1, 1, 6), keys, values, np.zeros(1, np.int32), 1.0)
+    add_rms_norm(row, row, np.float32(1), width, 1e-6)
+    cache, angle = _zeros(1, 1, 2), _zeros(1, 1)
+    bases = np.array([[cache.ctypes.data, cache.ctypes.data]], np.int64)
+    split_heads(_zeros(1, 6), HeadShape(1, 1, 2), (angle, angle), np.zeros(1, np.int32), bases)
 
 
 def _warm_experts(kind: int) -> None:
