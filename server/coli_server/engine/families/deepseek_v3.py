@@ -1,4 +1,4 @@
-"""DeepSeek-V3, V3.1 and R1 in bfloat16, Moonlight, Kimi-K2 conversions; arXiv:2412.19437."""
+"""DeepSeek-V3, V3.1 and R1 in bfloat16, and Moonlight; arXiv:2412.19437."""
 
 from __future__ import annotations
 
