@@ -118,6 +118,8 @@ def test_it_works_through_symbolic_links_and_from_any_folder(project: Project, t
     (tmp_path / "bin/relative").symlink_to("absolute")
     for link in ("absolute", "relative"):
         assert project.run("version", command=tmp_path / "bin" / link) == (0, '["version"] json\n', "")
+    shell = subprocess.run(["sh", "coli", "version"], cwd=project.root, capture_output=True, text=True)
+    assert shell.stdout == '["version"] json\n'
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     assert project.run("version", command="relative", PATH=path) == (0, '["version"] json\n', "")
 
