@@ -11,20 +11,25 @@ I64 = NDArray[np.int64]
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def group_pairs(chosen: I32, experts: int) -> tuple[I32, I32, I32]:
+def group_pairs(chosen: I32, state: NDArray[np.uint8], found: I64) -> tuple[I32, I32, I32]:
     """Group the pairs of `chosen`, int32 [tokens, k]; pair p is (token p // k, rank p % k).
+
+    Counts where they were found: `found` int64 [tokens, 3] += lookups by `state`, uint8 [experts] (absent,
+    LRU, pinned).
 
     Returns the pairs ordered by expert, int32 [tokens * k]; where each expert's pairs begin in it, int32
     [experts + 1]; and the distinct experts in order of first choice: best rank of the first token first,
     which is the order in which the cache is touched.
     """
     tokens, k = chosen.shape
+    experts = len(state)
     starts = np.zeros(experts + 1, np.int32)
     wanted = np.empty(min(experts, tokens * k), np.int32)
     count = 0
     for t in range(tokens):
         for r in range(k):
             e = chosen[t, r]
+            found[t, state[e]] += 1
             if starts[e + 1] == 0:
                 wanted[count] = e
                 count += 1
@@ -60,11 +65,3 @@ def take_groups(order: I32, starts: I32, experts: I32, k: int) -> tuple[I32, I32
             pairs[group_start[g] + i] = pair
             tokens[group_start[g] + i] = pair // k
     return group_start, tokens, pairs
-
-
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def tally(state: NDArray[np.uint8], chosen: I32, found: I64) -> None:
-    """Count where choices were found: `found` int64 [tokens, 3] += lookups by state (absent, LRU, pinned)."""
-    for t in range(chosen.shape[0]):
-        for r in range(chosen.shape[1]):
-            found[t, state[chosen[t, r]]] += 1

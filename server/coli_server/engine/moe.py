@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from coli_server.engine import kernels
 from coli_server.engine.expert_files import expert_shape
 from coli_server.engine.families.common import TensorNames
-from coli_server.engine.grouping import group_pairs, take_groups, tally
+from coli_server.engine.grouping import group_pairs, take_groups
 from coli_server.engine.kernels import ExpertShape
 from coli_server.engine.routers import score
 from coli_server.engine.spec import DenseMlp, MoeMlp
@@ -24,13 +24,17 @@ from coli_server.routing import Selection, select
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
 
 
 class RouteObserver(Protocol):
     """Follows what routing does. It must not keep or change what the choices depend on."""
 
-    def observe(self, slot: int, group: RowGroup, selection: Selection) -> None:
-        """The rows of `group` were routed in the MoE layer `slot`; `selection` has their choices."""
+    def observe(self, slot: int, group: RowGroup, selection: Selection, scores: F32, /) -> None:
+        """The rows of `group` were routed in the MoE layer `slot`; `selection` has their choices.
+
+        `scores`, float32 [rows, experts], is what the router ranked by.
+        """
         ...
 
 
@@ -41,6 +45,10 @@ class ResidentMlp:
     data: NDArray[Any]  # gate [width, hidden], up [width, hidden], down [hidden, width], flat; biases
     shape: ExpertShape
     gate: Matrix | None  # a shared expert's own gate, [1, hidden]
+    address: I64 = field(init=False)  # [1]: where `data` begins
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "address", np.array([self.data.ctypes.data], np.int64))
 
     @classmethod
     def load(
@@ -69,13 +77,13 @@ class ResidentMlp:
 
     def forward(self, x: F32, workspace: Workspace) -> F32:
         """float32 [rows, hidden] -> [rows, hidden]."""
-        rows = np.arange(len(x), dtype=np.int32)
+        rows, starts = workspace.all_rows(len(x))
         out = np.empty_like(x)
         kernels.experts_ffn(
             x,
             rows,
-            np.array([0, len(x)], np.int32),
-            np.array([self.data.ctypes.data], np.int64),
+            starts,
+            self.address,
             self.shape,
             workspace.take("ffn_hidden", (len(x), self.shape.f)),
             out,
@@ -152,8 +160,7 @@ class MoeBlock:
         """
         self.cache.poll()
         chosen, weights = self._route(x, step)
-        tally(self.cache.state(self.layer), chosen, step.found)
-        order, starts, wanted = group_pairs(chosen, self.spec.experts)
+        order, starts, wanted = group_pairs(chosen, self.cache.state(self.layer), step.found)
         stream = self.cache.stream(self.layer, wanted)
         try:
             out = np.zeros_like(x) if self.shared is None else self.shared.forward(x, workspace)
@@ -206,7 +213,7 @@ class MoeBlock:
         group.touch(self.slot, selection.experts)
         step.record(group, selection)
         for observer in self.observers:
-            observer.observe(self.slot, group, selection)
+            observer.observe(self.slot, group, selection, scores)
         return selection
 
     def _choose(

@@ -160,10 +160,7 @@ class Step:
             np.stack([span.sequence.kv.bases for span in spans], axis=1), counts, axis=1
         )
         self.groups = self._group()
-        self.swaps = np.zeros(self.rows, np.int64)
-        self.kl = np.zeros(self.rows, np.float64)
-        self.mass = np.zeros(self.rows, np.float64)
-        self.slots = np.zeros(self.rows, np.int64)
+        self._selections: dict[int, list[Selection]] = {}  # of every group, one a layer
         self.layers = 0
         # Positions that sparse attention may see, per span: what the last full indexer selected.
         self.selected: list[I32 | None] = [None] * len(self.spans)
@@ -207,18 +204,15 @@ class Step:
         return RowGroup(policy, rows, tuple(members), window)
 
     def record(self, group: RowGroup, selection: Selection) -> None:
-        """Add what `selection` measured for the rows of `group` in one layer."""
-        self.swaps[group.rows] += selection.swaps
-        self.slots[group.rows] += selection.experts.shape[1]
-        if group.policy.meters:
-            self.kl[group.rows] += selection.kl
-            self.mass[group.rows] += selection.mass_kept
+        """Keep what `selection` measured for the rows of `group` in one layer."""
+        self._selections.setdefault(id(group), []).append(selection)
 
     def finish(self) -> None:
         """Fold the figures into the counters of each sequence, and declare their KV valid."""
+        for group in self.groups:
+            self._fold_routing(group)
         for i, span in enumerate(self.spans):
-            rows = slice(self.first[i], self.first[i + 1])
-            self._fold(span, rows)
+            self._fold_lookups(span, slice(self.first[i], self.first[i + 1]))
             stock = not span.policy.active
             span.sequence.kv.append(span.ids, stock=stock)
         self.attribute_loads()
@@ -233,20 +227,34 @@ class Step:
             span.sequence.counters.loads += loads
             span.sequence.counters.load_bytes += nbytes
 
-    def _fold(self, span: Span, rows: slice) -> None:
+    def _fold_routing(self, group: RowGroup) -> None:
+        """Sum what routing measured of a group's counted rows over all layers."""
+        selections = self._selections.get(id(group), [])
+        measured = selections if group.policy.active or group.policy.meters else []
+        # Of every row, over all layers; the stock router swaps nothing.
+        swaps = sum((selection.swaps for selection in measured), np.zeros(1, np.int64))
+        kl = sum((selection.kl for selection in measured), np.zeros(1))
+        mass = sum((selection.mass_kept for selection in measured), np.zeros(1))
+        slots = sum(selection.experts.shape[1] for selection in selections)
+        for first, span in group.members:
+            if not span.counted:
+                continue
+            counters, rows = span.sequence.counters, slice(first, first + len(span.ids))
+            counters.route_slots += slots * len(span.ids)
+            counters.route_swaps += int(swaps[rows].sum())
+            if span.sequence.policy.meters:
+                counters.route_rows += self.layers * len(span.ids)
+                counters.route_kl_sum += float(kl[rows].sum())
+                counters.route_mass_sum += float(mass[rows].sum())
+
+    def _fold_lookups(self, span: Span, rows: slice) -> None:
         counters = span.sequence.counters
         absent, lru, pinned = (int(n) for n in self.found[rows].sum(axis=0))
         if span.counted:
-            counters.route_slots += int(self.slots[rows].sum())
-            counters.route_swaps += int(self.swaps[rows].sum())
             counters.lookups += absent + lru + pinned
             counters.hits_pin += pinned
             counters.hits_lru += lru
             counters.misses += absent
-            if span.sequence.policy.meters:
-                counters.route_rows += self.layers * len(span.ids)
-                counters.route_kl_sum += float(self.kl[rows].sum())
-                counters.route_mass_sum += float(self.mass[rows].sum())
         else:
             counters.prefill_lookups += absent + lru + pinned
             counters.prefill_hits_pin += pinned

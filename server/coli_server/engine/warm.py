@@ -8,7 +8,7 @@ import numpy as np
 
 from coli_server import routing
 from coli_server.engine import kernels
-from coli_server.engine.grouping import group_pairs, take_groups, tally
+from coli_server.engine.grouping import group_pairs, take_groups
 from coli_server.engine.kernels import ITEM_BYTES, Kind
 from coli_server.engine.kernels.unpack import transpose, unpack_mxfp4
 from coli_server.engine.routers import score
@@ -29,9 +29,8 @@ def warm(spec: ModelSpec, kinds: Collection[int]) -> None:
     logits = np.zeros((1, 2 * router.groups), np.float32)
     score(router, logits, np.zeros(logits.shape[1], np.float32) if router.correction_bias else None)
     chosen = np.zeros((1, 1), np.int32)
-    order, starts, wanted = group_pairs(chosen, 1)
+    order, starts, wanted = group_pairs(chosen, np.zeros(1, np.uint8), np.zeros((1, 3), np.int64))
     take_groups(order, starts, wanted, 1)
-    tally(np.zeros(1, np.uint8), chosen, np.zeros((1, 3), np.int64))
     RouteUse(1, 1).track(0, chosen, chosen)
 
 

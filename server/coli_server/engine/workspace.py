@@ -11,6 +11,7 @@ class Workspace:
 
     def __init__(self) -> None:
         self._buffers: dict[str, NDArray[np.float32]] = {}
+        self._rows: dict[int, tuple[NDArray[np.int32], NDArray[np.int32]]] = {}
 
     def take(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """An uninitialised C-contiguous array of `shape`."""
@@ -21,6 +22,14 @@ class Workspace:
         if buffer is None or buffer.size < size:
             buffer = self._buffers[name] = np.empty(size, np.float32)
         return buffer[:size].reshape(shape)
+
+    def all_rows(self, count: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """0 to `count` - 1, and the starts of a single group of them: int32 [count] and [0, count]."""
+        found = self._rows.get(count)
+        if found is None:
+            found = np.arange(count, dtype=np.int32), np.array([0, count], np.int32)
+            self._rows[count] = found
+        return found
 
     @property
     def nbytes(self) -> int:
