@@ -1,7 +1,8 @@
 """Every setting of the daemon once: its name, variable, flag, default, accepted values and explanation.
 
-A flag wins over the environment, which wins over the default. Nothing here is expensive to import: command
-lines, documents and protocol option words are all made from these fields.
+A flag wins over the environment, which wins over the file of `--config`, which wins over the default.
+Nothing here is expensive to import: command lines, documents and protocol option words are all made from
+these fields.
 """
 
 # ruff: noqa: RUF009 (each field's default is the description of a setting, made by a call)
@@ -27,6 +28,9 @@ STORE = "Expert store"
 ROUTES = "Cache-aware routing"
 LIMITS = "Limits"
 OPERATION = "Operation"
+
+TOKENS = "COLI_TOKENS"
+"""The variable for tokens, `NAME=TOKEN` with blanks between them. It is no setting: settings are shown."""
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)([KMGT]?)(?:i?B)?", re.ASCII | re.IGNORECASE)
@@ -68,7 +72,7 @@ class Path:
         return word
 
     def __str__(self) -> str:
-        return "the path of a folder"
+        return "a path"
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -196,7 +200,16 @@ class Settings:
         "0",
         FLAG,
         "0|1",
-        "1 = allow an address that other machines can reach; nobody is asked who they are",
+        "1 = allow an address that other machines can reach, without asking anybody for a token",
+    )
+    token_file: str | None = _setting(
+        NETWORK, None, Path(), "FILE", "clients must name a token of this file: lines NAME=TOKEN"
+    )
+    tls_cert: str | None = _setting(
+        NETWORK, None, Path(), "FILE", "certificate chain, PEM; connections are encrypted"
+    )
+    tls_key: str | None = _setting(
+        NETWORK, None, Path(), "FILE", "its private key, PEM; without it the key is in the certificate's file"
     )
 
     model: str | None = _setting(
@@ -204,7 +217,7 @@ class Settings:
         None,
         Path(),
         "FOLDER",
-        "a Hugging Face model folder; without it the default model is fetched once",
+        "a model folder, or OWNER/NAME of the Hugging Face hub; without it the default model is fetched once",
     )
     ram: int = _setting(
         MODEL, "2G", Size(2**20, 2**50), "SIZE", "memory for weights, KV caches and cached experts together"
@@ -222,6 +235,13 @@ class Settings:
         _whole(16, 2**24),
         "TOKENS",
         "room of one request, prompt and answer; without it as much as model and memory allow",
+    )
+    kv_ram: int | None = _setting(
+        MODEL,
+        None,
+        Size(2**10, 2**50),
+        "SIZE",
+        "memory for KV caches, part of --ram; without it a quarter of that at most",
     )
     threads: int = _setting(MODEL, "0", _whole(0, 1024), "N", "compute threads; 0 = one for each core")
 
@@ -243,6 +263,16 @@ class Settings:
         "SIZE",
         "memory for them, part of --ram; without it half of what is beyond K experts a layer",
         env="PIN_RAM",
+    )
+    evict: str = _setting(
+        STORE,
+        "lru",
+        Choices(tuple((word, word) for word in ("lru", "lfu", "learned"))),
+        "POLICY",
+        "which expert a full layer gives up: lru (last used), lfu (used least, lately), learned (by its rate)",
+    )
+    trace: str | None = _setting(
+        STORE, None, Path(), "FILE", "record routing in this file, for `coli bench cache`"
     )
     history: str | None = _setting(
         STORE,
@@ -292,14 +322,27 @@ class Settings:
     )
 
     max_connections: int = _setting(LIMITS, "256", _whole(1, 65_536), "N", "open connections")
+    connections_per_address: int = _setting(
+        LIMITS, "0", _whole(0, 65_536), "N", "open connections from one address; 0 = no limit of its own"
+    )
     requests_per_connection: int = _setting(
         LIMITS, "8", _whole(1, 1024), "N", "requests of one connection that run or wait at the same time"
+    )
+    requests_per_session: int = _setting(
+        LIMITS, "64", _whole(1, 65_536), "N", "requests of one session that run or wait at the same time"
     )
     max_running: int = _setting(
         LIMITS, "16", _whole(1, 1024), "N", "requests that the engine computes together; the others wait"
     )
     queue_length: int = _setting(
         LIMITS, "64", _whole(1, 65_536), "N", "requests that may wait; one more answers BUSY"
+    )
+    queue_seconds: float = _setting(
+        LIMITS,
+        "0",
+        _seconds(),
+        "SECONDS",
+        "end a request that has waited in the queue for so long, as past its deadline; 0 = never",
     )
     max_sessions: int = _setting(
         LIMITS,
@@ -347,6 +390,40 @@ class Settings:
         Choices(tuple((word, word) for word in ("debug", "info", "warning", "error"))),
         "LEVEL",
         "least important messages to log: debug, info, warning or error",
+    )
+    log_format: str = _setting(
+        OPERATION,
+        "text",
+        Choices((("text", "text"), ("json", "json"))),
+        "FORMAT",
+        "a line of text, or a JSON object, for each message",
+    )
+    log_prompts: bool = _setting(
+        OPERATION, "0", FLAG, "0|1", "1 = prompts and answers are logged; without it no text of a client is"
+    )
+    step_seconds: float = _setting(
+        OPERATION,
+        "600",
+        _seconds(),
+        "SECONDS",
+        "fail what runs when one step of the engine takes longer: not ready any more; 0 = wait for ever",
+    )
+    step_exit_seconds: float = _setting(
+        OPERATION,
+        "60",
+        _seconds(),
+        "SECONDS",
+        "end the process with an error when such a step lasts so much longer; 0 = never",
+    )
+    session_dir: str | None = _setting(
+        OPERATION, None, Path(), "FOLDER", "keep the dialogues of named sessions here, over a restart"
+    )
+    config: str | None = _setting(
+        OPERATION,
+        None,
+        Path(),
+        "FILE",
+        "lines NAME=VALUE that count where the environment has no such variable; read again on SIGHUP",
     )
 
     def words(self) -> dict[str, str]:
@@ -407,10 +484,41 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     Raises ConfigurationError naming the setting, its value, where it came from and what is accepted.
     """
     values = {}
+    environ = environment(flags, environ)
     for name, word in given(flags, environ).items():
         source = "the environment" if flags.get(name) is None else SETTINGS[name].flag
         values[name] = SETTINGS[name].parse(word, source)
     return Settings(**values)
+
+
+def environment(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Mapping[str, str]:
+    """`environ` over the variables of the file that `flags` or `environ` name as `--config`, if they do."""
+    config = given(flags, environ).get("config")
+    return environ if config is None else {**read_config(config), **environ}
+
+
+def read_config(path: str) -> dict[str, str]:
+    """Variables from a file of `NAME=VALUE` lines; `#` begins a comment line. Values may stand in quotes.
+
+    Raises ConfigurationError for a file that cannot be read, a line of another form, an unknown name.
+    """
+    known = {TOKENS, *(setting.env for setting in SETTINGS.values())} - {SETTINGS["config"].env}
+    try:
+        text = pathlib.Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigurationError(f"{SETTINGS['config'].env} is {path!r}: {reason}") from None
+    values = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        name, equals, value = (part.strip() for part in line.partition("="))
+        if not equals or name not in known:
+            raise ConfigurationError(f"{path}, line {number}: must be NAME=VALUE with the name of a setting")
+        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+        values[name] = value[1:-1] if quoted else value
+    return values
 
 
 def policy_arguments(settings: Settings) -> dict[str, Any]:

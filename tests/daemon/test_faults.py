@@ -96,7 +96,7 @@ async def test_clients_of_other_machines_see_their_own_figures_only(running: Run
     client = await running.connect()
     await client.ask("SESSION other")
     sent: list[bytes] = []
-    stranger = Conversation(running.daemon._core, sent.append, trusted=False)
+    stranger = Conversation(running.daemon._core, sent.append, local=False)
     for arguments in (("sessions",), ("session", "other"), ("reset",)):
         await stranger.answer(Command("STAT", arguments=arguments))
         assert sent.pop().startswith(b"ERR FORBIDDEN ")

@@ -1,5 +1,6 @@
 import socket
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,20 @@ def test_a_taken_port_is_named() -> None:
 
 
 def test_an_address_that_others_can_reach_is_refused_unless_asked_for() -> None:
+    settings = Settings(listen=Address("0.0.0.0", 0))
+    bound = listening.bind(settings)
     with pytest.raises(ConfigurationError, match="COLI_INSECURE_BIND"):
-        bind(Address("0.0.0.0", 0))
-    for one in listening.bind(Settings(listen=Address("0.0.0.0", 0), insecure_bind=True)):
+        listening.check_reach(bound, settings, tokens=False)
+    listening.check_reach(bound, settings, tokens=True)
+    listening.check_reach(bound, replace(settings, insecure_bind=True), tokens=False)
+    for one in bound:
         one.close()
+
+
+def test_a_socket_of_the_supervisor_that_others_can_reach_is_refused_too() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as one:
+        with pytest.raises(ConfigurationError, match="COLI_INSECURE_BIND"):
+            listening.check_reach([one], Settings(), tokens=False)
 
 
 def test_an_unknown_host_is_named() -> None:

@@ -8,7 +8,11 @@ from coli_server.telemetry.table import FIGURES, HISTOGRAMS, SECTIONS, markdown
 # What monitoring already relies on: no name may disappear. An `s` after a name: each session has it too.
 PUBLISHED = """
 version pid uptime_seconds model model_type mode draining
-connections_current connections_total connections_rejected_total sessions_current sessions_total
+connections_current connections_total connections_rejected_total connections_rejected_address_total
+sessions_current sessions_total sessions_evicted_total sessions_expired_total sessions_refused_total
+sessions_unsaved_total busy_queue_total busy_connection_total busy_session_total queue_timeouts_total
+engine_stalled engine_stalls_total
+lines_too_long_total payloads_too_large_total half_command_timeouts_total idle_timeouts_total auth_failures_total
 requests_running requests_waiting requests_total s requests_stop_total s requests_length_total s
 requests_cancelled_total s requests_deadline_total s requests_drained_total s requests_error_total s
 prompt_tokens_total s generated_tokens_total s tok_s s ttft_ms_p50 ttft_ms_p99 itl_ms_p50 itl_ms_p99
@@ -20,7 +24,7 @@ lookups s hits_pin s hits_lru s misses s hit_pct s prefill_lookups s prefill_hit
 prefill_misses s loads s load_bytes s load_errors load_seconds wait_seconds evictions
 prefetch_issued prefetch_used prefetch_late prefetch_wasted prefetch_failed prefetch_in_flight
 cache_slots_per_layer cache_bytes cache_capacity_bytes pinned_experts
-kv_bytes rss_bytes protocol_errors_total slow_readers_total bytes_in_total bytes_out_total
+kv_bytes kv_capacity_bytes kv_evictions rss_bytes protocol_errors_total slow_readers_total bytes_in_total bytes_out_total
 event_loop_lag_ms_p99
 """
 

@@ -10,10 +10,10 @@ from coli_client import Client
 from coli_server.cli.arguments import client_of, connect_address, refusals, routing_options
 from coli_server.errors import ConfigurationError
 from coli_server.ranges import ROUTING
-from coli_server.settings import SETTINGS, add_arguments
+from coli_server.settings import NETWORK, SETTINGS, add_arguments
 
 # A private daemon chooses its own address, and nobody else can reach it.
-_SETTINGS = tuple(name for name in SETTINGS if name not in ("listen", "insecure_bind"))
+_SETTINGS = tuple(name for name, setting in SETTINGS.items() if setting.group != NETWORK)
 
 
 def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:

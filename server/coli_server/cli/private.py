@@ -17,10 +17,12 @@ from typing import IO
 
 from coli_server.cli.news import News
 from coli_server.errors import ColiError
-from coli_server.settings import SETTINGS, Address, Listen, given, load
+from coli_server.settings import NETWORK, SETTINGS, TOKENS, Address, Listen, given, load
 
 _READY = re.compile(r"READY (\S+)")
 _PR_SET_PDEATHSIG = 1
+# What is meant for a daemon that others can reach: tokens, certificates, where it listens.
+_PUBLIC = {TOKENS, *(setting.env for setting in SETTINGS.values() if setting.group == NETWORK)}
 # Longer than a daemon with nothing to do needs; a request that still runs is nobody's any more.
 _STOP_SECONDS = 10.0
 
@@ -61,6 +63,7 @@ def _start(words: Mapping[str, str]) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
+        env={name: value for name, value in os.environ.items() if name not in _PUBLIC},
         start_new_session=True,  # Ctrl-C is for the command in front, not for its daemon
         preexec_fn=_end_with_parent,
     )

@@ -39,17 +39,29 @@ INFO_SECONDS_AFTER_END = 1.0
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
 
 
+# The address of a peer that has gone before anybody looked.
+NOWHERE = "0.0.0.0"
+
+
 class Connection(asyncio.Protocol):
     """The protocol object of one connection.
 
     `open`: commands are read and answered. `closing`: the output has ended and input is dropped.
-    `closed`: the transport is gone. `on_closed` is called at the end.
+    `closed`: the transport is gone. `on_made` is called when the transport can be used (never for a client
+    that fails its TLS handshake) and says why the client is refused, if it is; `on_closed` at the end.
+    `address` is the peer's, None for a Unix socket.
     """
 
-    def __init__(self, core: Core, on_closed: Callable[[Connection], None], *, refuse: str | None) -> None:
+    def __init__(
+        self,
+        core: Core,
+        on_made: Callable[[Connection], str | None],
+        on_closed: Callable[[Connection], None],
+    ) -> None:
         self._core = core
+        self._on_made = on_made
         self._on_closed = on_closed
-        self._refuse = refuse
+        self.address: str | None = None
         self._loop = asyncio.get_running_loop()
         self._state: Literal["open", "closing", "closed"] = "open"
         limits = Limits(line=core.settings.line_bytes, payload=core.settings.payload_bytes)
@@ -63,7 +75,7 @@ class Connection(asyncio.Protocol):
         self._last_call = False
         self._answering = False
         self._flush_seconds = core.settings.write_seconds
-        self._last_input = self._last_work = self._loop.time()
+        self._opened = self._last_input = self._last_work = self._loop.time()
         self._task: asyncio.Task[None] | None = None
         self._linger: asyncio.TimerHandle | None = None
 
@@ -79,10 +91,13 @@ class Connection(asyncio.Protocol):
             meters=self._core.meters,
             on_slow=self._slow,
         )
-        self._conversation = Conversation(self._core, self._send, trusted=_is_local(transport))
+        self.address = _address(transport)
+        local = self.address is None or ip_address(self.address).is_loopback
+        self._conversation = Conversation(self._core, self._send, local=local)
         _keep_alive(transport)
-        if self._refuse is not None:
-            self.fail("TOO_MANY_CLIENTS", self._refuse)
+        refusal = self._on_made(self)
+        if refusal is not None:
+            self.fail("TOO_MANY_CLIENTS", refusal)
         else:
             self._task = asyncio.create_task(self._serve())
 
@@ -96,9 +111,10 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """The peer sends no more. True keeps the connection open for what is still to be answered."""
         self._input_ended = True
-        if self._state == "open":
+        if self._state == "open" and self._transport.can_write_eof():
             self._frame()
             return True
+        # TLS has no half-closed connections: nobody would hear the answers.
         self._close()
         return False
 
@@ -131,7 +147,9 @@ class Connection(asyncio.Protocol):
         if self._state != "open":
             return
         settings = self._core.settings
-        if self._answering or self._conversation.busy:
+        if not self._conversation.admitted and now - self._opened >= settings.half_command_seconds:
+            self.fail("TIMEOUT", f"no token has come for {settings.half_command_seconds:g} s")
+        elif self._answering or self._conversation.busy:
             self._last_work = now
             silence = INFO_SECONDS_AFTER_END if self._input_ended else INFO_SECONDS
             if now - self._output.last_write >= silence:
@@ -141,9 +159,16 @@ class Connection(asyncio.Protocol):
             and now - max(self._last_input, self._last_work) >= settings.half_command_seconds
         ):
             what = self._framer.pending.kind
+            self._core.meters.half_command_timeouts_total += 1
             self.fail("TIMEOUT", f"half a {what} has stood still for {settings.half_command_seconds:g} s")
         elif settings.idle_seconds and now - max(self._last_input, self._last_work) >= settings.idle_seconds:
+            self._core.meters.idle_timeouts_total += 1
             self.fail("TIMEOUT", f"nothing has happened for {settings.idle_seconds:g} s")
+
+    def check_identity(self) -> None:
+        """The tokens have changed: a client whose own does not count any more is sent away."""
+        if self._conversation.revoked:
+            self.fail("AUTH", "the token counts no more")
 
     def finish(self) -> None:
         """Answer what has been received, then close."""
@@ -169,7 +194,7 @@ class Connection(asyncio.Protocol):
         self._waiting.clear()
         self._arrived.set()
         self._conversation.cancel()
-        if self._input_ended:
+        if self._input_ended or not self._transport.can_write_eof():
             self._close()
             return
         self._output.end()
@@ -237,10 +262,16 @@ class Connection(asyncio.Protocol):
             if self._conversation.over:
                 self.shut()
             return
-        self._core.meters.protocol_errors_total += 1
+        self._count(event)
         self._send(answers.refusal(event, None))
         if event.close:
             self.shut()
+
+    def _count(self, error: ProtocolError) -> None:
+        meters = self._core.meters
+        meters.protocol_errors_total += 1
+        meters.lines_too_long_total += error.code == "LINE_TOO_LONG"
+        meters.payloads_too_large_total += error.code == "PAYLOAD_TOO_LARGE"
 
     def _send(self, block: bytes) -> None:
         self._output.write(with_newline(block, self._framer.newline))
@@ -274,9 +305,9 @@ def _keep_alive(transport: asyncio.BaseTransport) -> None:
             one.setsockopt(socket.IPPROTO_TCP, name, value)
 
 
-def _is_local(transport: asyncio.BaseTransport) -> bool:
-    """Whether the peer is a program of this machine."""
+def _address(transport: asyncio.BaseTransport) -> str | None:
+    """The peer's address without its port; None for a program on the other end of a Unix socket."""
     if transport.get_extra_info("socket").family == socket.AF_UNIX:
-        return True
-    peer: Any = transport.get_extra_info("peername")  # None when it has gone already
-    return peer is not None and ip_address(peer[0]).is_loopback
+        return None
+    peer: Any = transport.get_extra_info("peername")
+    return str(peer[0]) if peer is not None else NOWHERE

@@ -17,6 +17,7 @@ from coli_server.daemon.figures import rss_bytes
 from coli_server.daemon.generation import Generation, Scoring
 from coli_server.daemon.options import layered
 from coli_server.daemon.sessions import Session
+from coli_server.daemon.tokens import Identity
 from coli_server.errors import ColiError
 from coli_server.protocol import replies
 from coli_server.protocol.commands import Command
@@ -25,16 +26,25 @@ from coli_server.protocol.errors import ProtocolError
 log = logging.getLogger(__name__)
 
 
+# What a client may ask before it has shown a token.
+_OPEN_VERBS = frozenset({"AUTH", "PING", "VERSION", "HELP", "QUIT"})
+# After so many refusals a client without a token is sent away: it guesses.
+MOST_REFUSALS = 3
+
+
 class Conversation:
     """The state of one connection above bytes: its session, its ids, its unfinished requests.
 
-    `trusted` clients may see what other sessions do. `over` becomes true after QUIT.
+    `local` says that the client runs on this machine. `over` becomes true when
+    nothing more is to be answered.
     """
 
-    def __init__(self, core: Core, send: Callable[[bytes], None], *, trusted: bool) -> None:
+    def __init__(self, core: Core, send: Callable[[bytes], None], *, local: bool) -> None:
         self._core = core
         self._send = send
-        self._trusted = trusted
+        self._local = local
+        self._identity: Identity | None = None
+        self._refused = 0
         self._loop = asyncio.get_running_loop()
         self._session: Session | None = None
         self._ids = count(1)
@@ -44,6 +54,7 @@ class Conversation:
             "PING": self._ping,
             "VERSION": self._version,
             "HELP": self._help,
+            "AUTH": self._authenticate,
             "STAT": self._stat,
             "SESSION": self._attach,
             "SET": self._set,
@@ -56,6 +67,33 @@ class Conversation:
         }
 
     @property
+    def admitted(self) -> bool:
+        """Whether the client has shown a token that counts now, or needs none."""
+        return self._core.tokens.valid(self._identity)
+
+    @property
+    def revoked(self) -> bool:
+        """Whether the client had a token that counts no more."""
+        return self._identity is not None and not self.admitted
+
+    @property
+    def _trusted(self) -> bool:
+        """Whether the client may see what other sessions do."""
+        if self._core.tokens:
+            return self._identity is not None and self._identity.admin
+        return self._local
+
+    @property
+    def _owner(self) -> str | None:
+        return None if self._identity is None else self._identity.owner
+
+    def _stranger(self, message: str) -> ProtocolError:
+        """The refusal of a client without a token that counts; the last one closes."""
+        self._refused += 1
+        self._core.meters.auth_failures_total += 1
+        return ProtocolError("AUTH", message, close=self._refused >= MOST_REFUSALS)
+
+    @property
     def busy(self) -> bool:
         """Whether requests of this connection are unfinished."""
         return bool(self._requests)
@@ -63,11 +101,14 @@ class Conversation:
     async def answer(self, command: Command) -> None:
         """Answer a command completely; one that has an id may run on beside the next ones."""
         try:
+            if not self.admitted and command.verb not in _OPEN_VERBS:
+                raise self._stranger("say AUTH and a token first")
             await self._verbs[command.verb](command)
         except Exception as error:
             if not isinstance(error, ColiError):
                 log.exception("%s failed", command.verb)
             self._send(answers.refusal(error, command.id))
+            self.over = self.over or (isinstance(error, ProtocolError) and error.close)
 
     def tell(self) -> None:
         """Send how far each unfinished request is."""
@@ -94,7 +135,7 @@ class Conversation:
     def _here(self) -> Session:
         """This connection's session; an anonymous one from the first command that needs one."""
         if self._session is None:
-            self._session = self._core.sessions.open_anonymous(self._loop.time())
+            self._session = self._core.sessions.open_anonymous(self._loop.time(), self._owner)
         return self._session
 
     async def _ping(self, _: Command) -> None:
@@ -106,14 +147,27 @@ class Conversation:
     async def _help(self, command: Command) -> None:
         self._send(replies.help_text(*command.arguments))
 
+    async def _authenticate(self, command: Command) -> None:
+        """Take a token. A session that was begun as somebody else stays behind."""
+        if self._core.tokens:
+            identity = self._core.tokens.identify(command.arguments[0])
+            if identity is None:
+                raise self._stranger("this token is not known")
+            if identity.owner != self._owner:
+                self.leave()
+            self._identity = identity
+        self._send(replies.OK)
+
     async def _attach(self, command: Command) -> None:
-        session, new = self._core.sessions.attach(command.arguments[0], self._loop.time())
+        session, new = self._core.sessions.attach(command.arguments[0], self._loop.time(), self._owner)
         self.leave()
         self._session = session
         self._send(replies.session(session.name, new=new))
 
     async def _set(self, command: Command) -> None:
-        self._here.options.update(command.options)
+        session = self._here
+        session.options.update(command.options)
+        await self._core.dialogues.save(session)
         self._send(replies.OK)
 
     async def _generate(self, command: Command) -> None:
@@ -121,7 +175,12 @@ class Conversation:
         id = self._id_of(command, session)
         most = core.settings.requests_per_connection
         if len(self._requests) >= most:
+            core.meters.busy_connection_total += 1
             raise core.scheduler.busy(f"{most} requests of this connection are unfinished")
+        most = core.settings.requests_per_session
+        if len(session.requests) >= most:
+            core.meters.busy_session_total += 1
+            raise core.scheduler.busy(f"{most} requests of this session are unfinished")
         kind, defaults = Generation, core.options
         if command.verb == "SCORE":  # what a text is worth does not depend on how the daemon is set
             kind, defaults = Scoring, {**core.options, "cache_route": False}
@@ -130,8 +189,7 @@ class Conversation:
             command,
             session,
             layered(command.options, session.options, defaults),
-            scheduler=core.scheduler,
-            prompts=core.prompts,
+            core=core,
             send=self._send,
         )
         self._requests[generation.task] = generation
@@ -167,6 +225,7 @@ class Conversation:
                 await asyncio.wait(earlier)
             session.dialogue.clear()
             self._core.scheduler.forget(session)
+            await self._core.dialogues.save(session)
         self._send(replies.OK)
 
     async def _quit(self, _: Command) -> None:
@@ -185,7 +244,7 @@ class Conversation:
                 self._need_trust("other sessions' figures")
                 pairs = figures.sessions()
             case "settings":
-                pairs = figures.settings()
+                pairs = figures.settings(paths=self._trusted)
             case "line":
                 event, policy = self._here.last or (None, None)
                 self._send(answers.stat_line(event, policy, rss_bytes=rss_bytes()))
@@ -210,4 +269,5 @@ class Conversation:
 
     def _need_trust(self, what: str) -> None:
         if not self._trusted:
-            raise ProtocolError("FORBIDDEN", f"{what}: for clients on this machine only")
+            whom = "the token of admin" if self._core.tokens else "clients on this machine"
+            raise ProtocolError("FORBIDDEN", f"{what}: for {whom} only")

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from coli_server.daemon.dialogues import Dialogues
 from coli_server.daemon.figures import Figures
 from coli_server.daemon.meters import Meters
 from coli_server.daemon.prompts import Prompts
 from coli_server.daemon.scheduler import Scheduler
 from coli_server.daemon.sessions import Sessions
+from coli_server.daemon.tokens import Tokens
 from coli_server.settings import Settings
 
 
@@ -20,7 +22,9 @@ class Core:
 
     settings: Settings
     options: Mapping[str, Any]
+    tokens: Tokens
     sessions: Sessions
+    dialogues: Dialogues
     scheduler: Scheduler
     prompts: Prompts
     figures: Figures

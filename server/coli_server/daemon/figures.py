@@ -16,7 +16,7 @@ from coli_server.daemon.sessions import Session, Sessions
 from coli_server.engine.api import EngineSnapshot
 from coli_server.engine.store import describe_mode
 from coli_server.ranges import ROUTING
-from coli_server.settings import Settings
+from coli_server.settings import SETTINGS, Path, PathOr, Settings
 from coli_server.telemetry.counters import Counters
 from coli_server.telemetry.histogram import HistogramSnapshot
 from coli_server.telemetry.stat import Value, counter_values, format_value, render
@@ -101,9 +101,11 @@ class Figures:
             shown = {name: values[name] for name in _SESSION_SUMMARY}
             yield from ((f"{session.name}:{name}", word) for name, word in render(shown))
 
-    def settings(self) -> Pairs:
-        """Every setting of the daemon."""
-        return ((name, format_value(word)) for name, word in self._settings.words().items())
+    def settings(self, *, paths: bool) -> Pairs:
+        """Every setting of the daemon; what names a file or folder only with `paths`."""
+        for name, word in self._settings.words().items():
+            if paths or not isinstance(SETTINGS[name].accepts, Path | PathOr):
+                yield name, format_value(word)
 
     def _session_values(self, snapshot: EngineSnapshot, session: Session) -> dict[str, Value]:
         counters = _of_session(snapshot, session) - session.window
@@ -127,6 +129,12 @@ class Figures:
             "draining": self._scheduler.draining,
             "sessions_current": len(self._sessions),
             "sessions_total": self._sessions.total,
+            "sessions_evicted_total": self._sessions.evicted,
+            "sessions_expired_total": self._sessions.expired,
+            "sessions_refused_total": self._sessions.refused,
+            "busy_queue_total": self._scheduler.refused,
+            "queue_timeouts_total": self._scheduler.overdue,
+            "engine_stalled": self._scheduler.stalled,
             "requests_running": self._scheduler.running,
             "requests_waiting": self._scheduler.waiting,
             "rss_bytes": rss_bytes(),
@@ -142,6 +150,8 @@ class Figures:
             "cache_capacity_bytes": snapshot.cache_capacity_bytes,
             "pinned_experts": snapshot.pinned_experts,
             "kv_bytes": snapshot.kv_bytes,
+            "kv_capacity_bytes": snapshot.kv_capacity_bytes,
+            "kv_evictions": snapshot.kv_evictions,
             "route_distinct_min": snapshot.layer_use.distinct_experts_min,
             "route_distinct_median": snapshot.layer_use.distinct_experts_median,
             "route_swap_run_max": snapshot.layer_use.longest_swap_run,
@@ -161,10 +171,13 @@ class Figures:
         }
 
 
+# Opened once: figures can be told when no file can be opened any more.
+_STATM = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115
+
+
 def rss_bytes() -> int:
     """Memory of this process that is in RAM, in bytes."""
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * _PAGE
+    return int(os.pread(_STATM.fileno(), 128, 0).split()[1]) * _PAGE
 
 
 def _total(snapshot: EngineSnapshot) -> Counters:

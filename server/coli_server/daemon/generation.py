@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from coli_server.daemon import answers
+from coli_server.daemon.core import Core
 from coli_server.daemon.options import policy_of, sampling_of
-from coli_server.daemon.prompts import Prompts
-from coli_server.daemon.scheduler import Scheduler, Ticket
+from coli_server.daemon.record import Record
+from coli_server.daemon.scheduler import Ticket
 from coli_server.daemon.sessions import Session
 from coli_server.engine.api import Failed, Finished, GenerationRequest, Kind, TextChunk
 from coli_server.errors import ColiError
@@ -37,8 +38,7 @@ class Generation:
         session: Session,
         options: Mapping[str, Any],
         *,
-        scheduler: Scheduler,
-        prompts: Prompts,
+        core: Core,
         send: Callable[[bytes], None],
     ) -> None:
         self.id = id
@@ -49,8 +49,10 @@ class Generation:
         self._options = options
         self._policy = policy_of(options)
         self._deadline = _deadline(options["deadline_ms"])
-        self._scheduler = scheduler
-        self._prompts = prompts
+        self._core = core
+        self._scheduler = core.scheduler
+        self._prompts = core.prompts
+        self._record = Record(core.scheduler.next_key(), id, command, session)
         self._send = send
         self._ticket: Ticket | None = None
         self._begun = False
@@ -96,12 +98,16 @@ class Generation:
             self._cancelled_early()
         except Exception as error:
             if not isinstance(error, ColiError):
-                log.exception("request %s of session %s failed", self.id, self._session.name)
+                log.exception("request %d failed", self._record.key)
+            self._record.refused(error)
             # A client that named no id learns of one by ACK only.
             self._send(answers.refusal(error, self.id if self._ticket else self._command.id))
         finally:
             del self._session.requests[self.id]
             self.settled.set()
+            self._record.write(
+                self._ticket, "".join(self._answer) if self._core.settings.log_prompts else None
+            )
 
     async def _generate(self) -> None:
         self._scheduler.check()
@@ -109,10 +115,11 @@ class Generation:
         self._ticket = self._scheduler.submit(request, self._session, self._on_text)
         self._acknowledge(len(request.prompt))
         event = await self._ticket.ended
+        self._record.ended(event)
         if isinstance(event, Failed):
             self._send(answers.failure(event, self.id))
         else:
-            self._remember(event)
+            await self._remember(event)
             self._done(event)
 
     async def _prompt(self) -> tuple[int, ...]:
@@ -127,7 +134,7 @@ class Generation:
     async def _request(self) -> GenerationRequest:
         prompt, options = await self._prompt(), self._options
         return GenerationRequest(
-            key=self._scheduler.next_key(),
+            key=self._record.key,
             session=self._session.key,
             kind=self._kind,
             prompt=prompt,
@@ -147,7 +154,9 @@ class Generation:
         """The engine never heard of the request: it was accepted, and it is over."""
         self._scheduler.count_cancelled_early(self._session)
         self._acknowledge(0)
-        self._done(Finished(0, "cancelled", Counters(), 0, 0, None, 0.0))
+        event = Finished(0, "cancelled", Counters(), 0, 0, None, 0.0)
+        self._record.ended(event)
+        self._done(event)
 
     def _done(self, event: Finished) -> None:
         self._send(answers.done(self.id, event, seed=self._options["seed"], policy=self._policy))
@@ -157,11 +166,12 @@ class Generation:
         if chunk.text or chunk.logprobs:
             self._send(answers.token(self.id, chunk))
 
-    def _remember(self, event: Finished) -> None:
+    async def _remember(self, event: Finished) -> None:
         """Keep a CHAT's turn, an answer that was cut short included, but no turn that got no answer."""
         answer = "".join(self._answer)
         if self._kind == "chat" and (answer or event.finish in ("stop", "length")):
             self._session.say(self._command.text, answer)
+            await self._core.dialogues.save(self._session)
 
 
 class Scoring(Generation):
@@ -171,7 +181,7 @@ class Scoring(Generation):
         assert self._command.score is not None
         context, continuation = await self._prompts.of_score(self._command.score)
         return GenerationRequest(
-            key=self._scheduler.next_key(),
+            key=self._record.key,
             session=self._session.key,
             kind="score",
             prompt=context,

@@ -9,7 +9,7 @@ import stat
 from contextlib import suppress
 
 from coli_server.errors import ConfigurationError
-from coli_server.settings import Address, Settings
+from coli_server.settings import Address, Listen, Settings
 
 # Of connections that the kernel accepts before the daemon does. Thousands may come at once after a restart.
 BACKLOG = 1024
@@ -21,16 +21,24 @@ def bind(settings: Settings) -> list[socket.socket]:
     Raises ConfigurationError naming the address.
     """
     address = settings.listen
-    if not address.loopback and not settings.insecure_bind:
-        raise ConfigurationError(
-            f"COLI_LISTEN is {address}: other machines could use the daemon, and nobody asks who they are; "
-            "choose a loopback address or set COLI_INSECURE_BIND=1"
-        )
     try:
         return [_bind_unix(address.path)] if address.path is not None else _bind_tcp(address)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigurationError(f"COLI_LISTEN is {address}: cannot listen there: {reason}") from None
+
+
+def check_reach(bound: list[socket.socket], settings: Settings, *, tokens: bool) -> None:
+    """Raise ConfigurationError when other machines could use the daemon and nobody asks who they are."""
+    if tokens or settings.insecure_bind:
+        return
+    for one in bound:
+        place = describe(one)
+        if not Listen().parse(place).loopback:
+            raise ConfigurationError(
+                f"COLI_LISTEN is {place}: other machines could use the daemon, and nobody asks who they are; "
+                "choose a loopback address, give tokens (COLI_TOKEN_FILE) or set COLI_INSECURE_BIND=1"
+            )
 
 
 def describe(bound: socket.socket) -> str:

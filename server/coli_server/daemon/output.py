@@ -80,7 +80,7 @@ class Output:
 
     def end(self) -> None:
         """Send nothing more; what is in the buffer still goes, followed by the end of the stream."""
-        if self._open and not self._transport.is_closing():
+        if self._open and not self._transport.is_closing() and self._transport.can_write_eof():
             # A peer that has reset the connection is noticed here before the loop hears of it.
             with suppress(OSError):
                 self._transport.write_eof()

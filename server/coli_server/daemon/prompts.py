@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Executor
+from typing import ParamSpec, TypeVar
 
 from coli_server.daemon.sessions import Message
 from coli_server.engine.scoring import split_tokens
 from coli_server.engine.text import Text
 from coli_server.protocol.commands import ScoreText
 from coli_server.protocol.errors import ProtocolError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Prompts:
@@ -23,22 +28,17 @@ class Prompts:
 
     async def of_text(self, text: str) -> tuple[int, ...]:
         """The tokens of a text to be continued, `[prompt_tokens]`."""
-        loop = asyncio.get_running_loop()
-        return self._checked(await loop.run_in_executor(self._executor, self._text.encode, text))
+        return self._checked(await self._run(self._text.encode, text))
 
     async def of_dialogue(self, messages: list[Message]) -> tuple[int, ...]:
         """The tokens of a dialogue, ready for the assistant's turn, `[prompt_tokens]`."""
-        loop = asyncio.get_running_loop()
-        return self._checked(await loop.run_in_executor(self._executor, self._text.encode_chat, messages))
+        return self._checked(await self._run(self._text.encode_chat, messages))
 
     async def of_score(self, score: ScoreText) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The tokens of a context, never empty, and of the continuation that is to be scored behind it."""
         context, continuation = score.context, score.continuation
         if isinstance(context, str) and isinstance(continuation, str):
-            loop = asyncio.get_running_loop()
-            before, behind = await loop.run_in_executor(
-                self._executor, split_tokens, self._text, context, continuation
-            )
+            before, behind = await self._run(split_tokens, self._text, context, continuation)
         else:
             before, behind = [int(id) for id in context], [int(id) for id in continuation]
             before = before or [self._text.beginning]
@@ -50,6 +50,19 @@ class Prompts:
     def of_ids(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """Token ids that the client gave, `[prompt_tokens]`."""
         return self._checked(self._in_vocabulary(ids))
+
+    async def _run(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """Run `work` away from the loop. Raises Exceptions only."""
+
+        def guarded() -> T:
+            try:
+                return work(*args, **named)
+            except Exception:
+                raise
+            except BaseException as error:  # a panic of the tokenizer's native code; it must end no task
+                raise RuntimeError(f"the tokenizer failed: {type(error).__name__}") from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._executor, guarded)
 
     def _in_vocabulary(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         for id in ids:

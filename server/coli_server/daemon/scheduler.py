@@ -22,13 +22,15 @@ from coli_server.engine.api import (
 from coli_server.protocol.errors import ProtocolError
 from coli_server.telemetry.counters import Counters
 
+EarlyEnd = Literal["cancelled", "deadline", "drained"]
+
 
 class Service(Protocol):
     """What the loop needs of an engine. It may live in a thread, another process or another machine."""
 
     def submit(self, request: GenerationRequest) -> None: ...
 
-    def cancel(self, key: int, finish: Literal["cancelled", "drained"] = "cancelled") -> None: ...
+    def cancel(self, key: int, finish: EarlyEnd = "cancelled") -> None: ...
 
     def forget(self, session: str) -> None: ...
 
@@ -75,6 +77,9 @@ class Scheduler:
         self._empty = asyncio.Event()
         self._empty.set()
         self.draining = False
+        self.stalled = False
+        self.refused = 0
+        self.overdue = 0
 
     @property
     def waiting(self) -> int:
@@ -102,7 +107,10 @@ class Scheduler:
         """Raise ProtocolError BUSY or DRAINING when no request would be accepted now."""
         if self.draining:
             raise ProtocolError("DRAINING", "the server is going down and takes no new work")
+        if self.stalled:
+            raise self.busy("the engine stands still")
         if self.unfinished >= self._room:
+            self.refused += 1
             raise self.busy(f"{self.waiting} requests are waiting already")
 
     def busy(self, message: str) -> ProtocolError:
@@ -126,7 +134,7 @@ class Scheduler:
         session.outcomes.requests_total += 1
         session.outcomes.requests_cancelled_total += 1
 
-    def cancel(self, ticket: Ticket, finish: Literal["cancelled", "drained"] = "cancelled") -> None:
+    def cancel(self, ticket: Ticket, finish: EarlyEnd = "cancelled") -> None:
         """Ask the engine to end a request; its last event still comes. Asking twice asks once."""
         if not ticket.ended.done() and not ticket.cancelled:
             ticket.cancelled = True
@@ -142,15 +150,25 @@ class Scheduler:
             return None
         return list(self._waiting).index(ticket.request.key) + 1
 
-    def cancel_all(self, finish: Literal["cancelled", "drained"]) -> None:
+    def cancel_all(self, finish: EarlyEnd) -> None:
         """Ask the engine to end everything."""
         for ticket in [*self._running.values(), *self._waiting.values()]:
             self.cancel(ticket, finish)
 
+    def expire(self, now: float, limit: float) -> None:
+        """End requests that have waited in the queue for `limit` seconds, as at a deadline."""
+        for ticket in list(self._waiting.values()):
+            if now - ticket.submitted < limit:
+                return  # the others came later
+            if not ticket.cancelled:
+                self.overdue += 1
+                self.cancel(ticket, "deadline")
+
     def fail_all(self, message: str) -> None:
-        """End every request as failed: the engine will not."""
-        for key in [*self._running, *self._waiting]:
-            self.dispatch([Failed(key, "INTERNAL", message, Counters())])
+        """End every request as failed: the engine does not. Should it ever go on, it finds them cancelled."""
+        for ticket in [*self._running.values(), *self._waiting.values()]:
+            self.cancel(ticket)
+            self.dispatch([Failed(ticket.request.key, "INTERNAL", message, Counters())])
 
     async def emptied(self) -> None:
         """Wait until nothing waits and nothing runs."""

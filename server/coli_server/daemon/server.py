@@ -6,7 +6,9 @@ import asyncio
 import logging
 import signal
 import socket
+import ssl
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,13 +17,17 @@ from typing import Protocol
 from coli_server.daemon import listening, scheduler
 from coli_server.daemon.connection import LINGER_SECONDS, Connection
 from coli_server.daemon.core import Core
+from coli_server.daemon.dialogues import Dialogues
 from coli_server.daemon.figures import Figures, Identity
+from coli_server.daemon.health import Health, Watchdog
 from coli_server.daemon.latency import Latencies
 from coli_server.daemon.meters import Meters
 from coli_server.daemon.options import daemon_options
 from coli_server.daemon.prompts import Prompts
 from coli_server.daemon.scheduler import Scheduler
 from coli_server.daemon.sessions import Sessions
+from coli_server.daemon.supervisor import Notifier
+from coli_server.daemon.tokens import Tokens
 from coli_server.engine import Engine
 from coli_server.engine.api import Event
 from coli_server.settings import Settings
@@ -54,20 +60,36 @@ class Daemon:
     """Serves one model to any number of clients, from `start` until a signal.
 
     `make_service` gets the function that takes the engine's events, which may be called in any thread.
+    `tokens` are asked for if there are any; with `tls` TCP connections are encrypted; `notifier` hears how
+    it goes. `health` may be read at any time.
     """
 
-    def __init__(self, make_service: MakeService, settings: Settings) -> None:
+    def __init__(
+        self,
+        make_service: MakeService,
+        settings: Settings,
+        *,
+        tokens: Tokens | None = None,
+        tls: ssl.SSLContext | None = None,
+        notifier: Notifier | None = None,
+    ) -> None:
         self._service = make_service(self._dispatch)
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self._started = time.monotonic()
         self._executor = ThreadPoolExecutor(TOKENIZERS, thread_name_prefix="coli-text")
         self._latencies = Latencies()
+        self._tokens = Tokens() if tokens is None else tokens
+        self._tls = tls
+        self._notifier = Notifier({}) if notifier is None else notifier
+        self._watchdog = Watchdog(limit=settings.step_seconds, patience=settings.step_exit_seconds)
+        self.health = Health()
         self._connections: set[Connection] = set()
+        self._per_address: Counter[str] = Counter()
         self._refused: set[Connection] = set()
         self._none_left = asyncio.Event()
         self._none_left.set()
-        self._engine_died = asyncio.Event()
+        self._engine_failed = asyncio.Event()
 
     async def start(self, sockets: list[socket.socket]) -> Engine:
         """Load the model, then serve on bound `sockets`. Raises what the engine raises when it cannot."""
@@ -75,12 +97,22 @@ class Daemon:
         self._core = self._assemble(engine)
         self._servers = [await self._listen(one) for one in sockets]
         self._heart = asyncio.create_task(self._beat())
+        self.health.started = True
         return engine
+
+    def reload(self, tokens: Tokens) -> None:
+        """Let other tokens count from now on; clients whose own is not among them are sent away."""
+        if self._tokens and not tokens:
+            log.error("no tokens are left; the old ones stay")
+            return
+        self._tokens.replace(tokens)
+        for connection in tuple(self._connections):
+            connection.check_identity()
 
     async def until(self, signals: Signals) -> int:
         """Serve until a signal comes, then drain and stop. Returns the exit code of the process."""
         signalled = asyncio.create_task(signals.get())
-        died = asyncio.create_task(self._engine_died.wait())
+        died = asyncio.create_task(self._engine_failed.wait())
         try:
             await asyncio.wait({signalled, died}, return_when=asyncio.FIRST_COMPLETED)
             if died.done():
@@ -101,9 +133,14 @@ class Daemon:
 
     def _assemble(self, engine: Engine) -> Core:
         settings, options, meters = self._settings, daemon_options(self._settings), Meters()
+        dialogues = Dialogues(settings.session_dir, self._executor, meters)
         sessions = Sessions(
-            limit=settings.max_sessions, lifetime=settings.session_seconds, on_end=self._service.drop
+            limit=settings.max_sessions,
+            lifetime=settings.session_seconds,
+            on_end=self._service.drop,
+            on_forget=dialogues.forget,
         )
+        dialogues.restore(sessions, self._loop.time())
         room = settings.max_running + settings.queue_length
         requests = Scheduler(self._service, room=room, latencies=self._latencies)
         figures = Figures(
@@ -116,7 +153,7 @@ class Daemon:
             latencies=self._latencies,
         )
         prompts = Prompts(engine.text, engine.spec.vocab, engine.context_length, self._executor)
-        return Core(settings, options, sessions, requests, prompts, figures, meters)
+        return Core(settings, options, self._tokens, sessions, dialogues, requests, prompts, figures, meters)
 
     def _dispatch(self, events: tuple[Event, ...]) -> None:
         """Take the events of an engine step; called on the engine's thread."""
@@ -125,48 +162,107 @@ class Daemon:
             self._loop.call_soon_threadsafe(self._core.scheduler.dispatch, events)
 
     async def _listen(self, bound: socket.socket) -> asyncio.Server:
-        create = self._loop.create_unix_server if bound.family == socket.AF_UNIX else self._loop.create_server
-        return await create(self._connection, sock=bound, backlog=listening.BACKLOG)
+        if bound.family == socket.AF_UNIX:
+            return await self._loop.create_unix_server(
+                self._connection, sock=bound, backlog=listening.BACKLOG
+            )
+        patience = None if self._tls is None else self._settings.half_command_seconds
+        return await self._loop.create_server(
+            self._connection,
+            sock=bound,
+            backlog=listening.BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=patience,
+        )
 
     def _connection(self) -> Connection:
         """The protocol object for an accepted connection."""
-        meters, most = self._core.meters, self._settings.max_connections
-        if len(self._connections) >= most:
+        return Connection(self._core, self._made, self._closed)
+
+    def _made(self, connection: Connection) -> str | None:
+        """Count a new connection, or say why there are too many."""
+        meters = self._core.meters
+        refusal = self._too_many(connection.address)
+        if refusal is not None:
             meters.connections_rejected_total += 1
-            refusal = f"{most} connections are open already"
-            refused = Connection(self._core, self._refused.discard, refuse=refusal)
-            self._refused.add(refused)
-            return refused
-        connection = Connection(self._core, self._closed, refuse=None)
+            self._refused.add(connection)
+            return refusal
         self._connections.add(connection)
+        if connection.address is not None:
+            self._per_address[connection.address] += 1
         self._none_left.clear()
         meters.connections_total += 1
         meters.connections_current += 1
-        return connection
+        return None
+
+    def _too_many(self, address: str | None) -> str | None:
+        most, most_each = self._settings.max_connections, self._settings.connections_per_address
+        if len(self._connections) >= most:
+            return f"{most} connections are open already"
+        if most_each and address is not None and self._per_address[address] >= most_each:
+            self._core.meters.connections_rejected_address_total += 1
+            return f"{most_each} connections from {address} are open already"
+        return None
 
     def _closed(self, connection: Connection) -> None:
+        if connection in self._refused:
+            self._refused.discard(connection)
+            return
         self._connections.discard(connection)
         self._core.meters.connections_current -= 1
+        if connection.address is not None:
+            self._per_address[connection.address] -= 1
+            if not self._per_address[connection.address]:
+                del self._per_address[connection.address]
         if not self._connections:
             self._none_left.set()
 
     async def _beat(self) -> None:
         """Look after time for all connections and sessions; lateness of this loop is that of every timer."""
-        due = time.monotonic() + TICK_SECONDS
+        last = time.monotonic()
         while True:
-            await asyncio.sleep(due - time.monotonic())
+            await asyncio.sleep(last + TICK_SECONDS - time.monotonic())
             now = time.monotonic()
-            self._latencies.event_loop_lag.observe(now - due)
-            due = now + TICK_SECONDS
-            if not self._service.alive:
-                self._engine_died.set()
+            self._latencies.event_loop_lag.observe(now - last - TICK_SECONDS)
             try:
+                self._look_after_engine(now - last)
                 moment = self._loop.time()
                 for connection in tuple(self._connections):
                     connection.tick(moment)
                 self._core.sessions.sweep(moment)
+                if self._settings.queue_seconds:
+                    self._core.scheduler.expire(moment, self._settings.queue_seconds)
             except Exception:
                 log.exception("looking after connections failed")
+            last = now
+
+    def _look_after_engine(self, elapsed: float) -> None:
+        """Tell the supervisor that all is well; notice an engine that has ended or stands still."""
+        watchdog, requests = self._watchdog, self._core.scheduler
+        watchdog.look(elapsed, busy=bool(requests.unfinished), heartbeat=requests.snapshot().heartbeat)
+        if watchdog.stalled != self.health.stalled:
+            self.health.stalled = requests.stalled = watchdog.stalled
+            if watchdog.stalled:
+                self._core.meters.engine_stalls_total += 1
+                log.error(
+                    "a step of the engine takes over %g s: failing what runs", self._settings.step_seconds
+                )
+                requests.fail_all("the engine stands still")
+            else:
+                log.warning("the engine goes on")
+            self._notifier.status(self.health.reason)
+        if watchdog.hopeless:
+            self._fail("the engine stands still for too long")
+        elif not self._service.alive:
+            self._fail("the engine has ended by itself")
+        elif not watchdog.stalled:
+            self._notifier.alive()
+
+    def _fail(self, why: str) -> None:
+        if not self.health.failed:
+            log.critical("%s; stopping", why)
+            self.health.failed = True
+            self._engine_failed.set()
 
     async def _drain_unless(self, signals: Signals) -> int:
         """Drain; a second signal ends that at once."""
@@ -183,7 +279,8 @@ class Daemon:
     async def _drain(self) -> int:
         """Take no new work, let what runs finish or end it, say goodbye to every client, stop the engine."""
         requests = self._core.scheduler
-        requests.draining = True
+        requests.draining = self.health.draining = True
+        self._notifier.stopping("draining")
         await _within(self._settings.drain_seconds, requests.emptied())
         if requests.unfinished:
             log.warning("ending %d requests after the drain time", requests.unfinished)
@@ -198,7 +295,7 @@ class Daemon:
 
     async def _give_up(self) -> None:
         """Without an engine nothing can be answered: say so, and end for a supervisor to start a new one."""
-        log.critical("the engine has ended by itself; stopping")
+        self._notifier.stopping(self.health.reason)
         self._core.scheduler.draining = True
         self._core.scheduler.fail_all("the engine has stopped")
         await self._say_goodbye(LINGER_SECONDS)

@@ -32,7 +32,7 @@ class Session:
     `key` is its name for the engine: unlike `name` it never comes back after the session has ended.
     `options` holds what SET changed; `requests` the unfinished GENs and CHATs by their ids; `outcomes` the
     half of the session's counters that the loop owns, `window` what they all were at the last `STAT reset`.
-    `turn` lets CHATs of one session run in order.
+    `turn` lets CHATs of one session run in order. `owner` is whose token made it, where there are tokens.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Session:
     outcomes: Counters = field(default_factory=Counters)
     window: Counters = field(default_factory=Counters)
     connections: int = 0
+    owner: str | None = None
     last: tuple[Finished, RoutePolicy] | None = None
 
     @property
@@ -75,16 +76,27 @@ class Sessions:
 
     At most `limit` named sessions are kept; the one idle for longest makes room for a new one. A named
     session ends `lifetime` seconds after its last use (0 = never). `on_end` hears the key of each
-    session that ended.
+    session that ended, `on_forget` is called with each session that nobody can come back to.
     """
 
-    def __init__(self, *, limit: int, lifetime: float, on_end: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        *,
+        limit: int,
+        lifetime: float,
+        on_end: Callable[[str], None],
+        on_forget: Callable[[Session], None] | None = None,
+    ) -> None:
         self._limit = limit
         self._lifetime = lifetime
         self._on_end = on_end
+        self._on_forget = on_forget
         self._living: dict[str, Session] = {}
         self._anonymous = 0
         self.total = 0
+        self.evicted = 0
+        self.expired = 0
+        self.refused = 0
         self.closed = Counters()
 
     def __len__(self) -> int:
@@ -103,17 +115,19 @@ class Sessions:
             total.add(session.outcomes)
         return total
 
-    def open_anonymous(self, now: float) -> Session:
+    def open_anonymous(self, now: float, owner: str | None = None) -> Session:
         """A new session that belongs to one connection, and the connection attached to it."""
         self._anonymous += 1
-        return self._open(f"~{self._anonymous}", now)
+        return self._open(f"~{self._anonymous}", now, owner)
 
-    def attach(self, name: str, now: float) -> tuple[Session, bool]:
-        """The session called `name`, and whether it is new. Raises ProtocolError BUSY."""
+    def attach(self, name: str, now: float, owner: str | None = None) -> tuple[Session, bool]:
+        """The session called `name`, and whether it is new. Raises ProtocolError BUSY or FORBIDDEN."""
         known = self._living.get(name)
         if known is None:
             self._make_room()
-            return self._open(name, now), True
+            return self._open(name, now, owner), True
+        if known.owner != owner:
+            raise ProtocolError("FORBIDDEN", f"session {name} belongs to somebody else")
         known.connections += 1
         known.last_use = now
         return known, False
@@ -133,11 +147,23 @@ class Sessions:
         """End the named sessions that nobody has used for their lifetime."""
         if self._lifetime:
             for session in [one for one in self if one.idle and now - one.last_use >= self._lifetime]:
+                self.expired += 1
                 self._end(session)
 
-    def _open(self, name: str, now: float) -> Session:
+    def restore(
+        self, name: str, owner: str | None, last_use: float, dialogue: list[Message], options: dict[str, Any]
+    ) -> bool:
+        """Bring back a named session of an earlier process. False when there is no room for it."""
+        if len(self._living) >= self._limit:
+            return False
+        session = self._open(name, last_use, owner)
+        session.connections = 0
+        session.dialogue, session.options = dialogue, options
+        return True
+
+    def _open(self, name: str, now: float, owner: str | None) -> Session:
         self.total += 1
-        session = Session(name, f"{name}/{self.total}", last_use=now, connections=1)
+        session = Session(name, f"{name}/{self.total}", last_use=now, connections=1, owner=owner)
         self._living[name] = session
         return session
 
@@ -145,6 +171,8 @@ class Sessions:
         del self._living[session.name]
         self.closed.add(session.outcomes)
         self._on_end(session.key)
+        if self._on_forget is not None:
+            self._on_forget(session)
 
     def _make_room(self) -> None:
         named = [session for session in self if not session.anonymous]
@@ -152,5 +180,7 @@ class Sessions:
             return
         oldest = min((one for one in named if one.idle), key=lambda one: one.last_use, default=None)
         if oldest is None:
+            self.refused += 1
             raise ProtocolError("BUSY", f"all {self._limit} named sessions are in use", details=_RETRY)
+        self.evicted += 1
         self._end(oldest)

@@ -165,5 +165,7 @@ class EngineSnapshot:
     prefetch_failed: int = 0
     prefetch_in_flight: int = 0
     kv_bytes: int = 0
+    kv_capacity_bytes: int = 0
+    kv_evictions: int = 0
     layer_use: LayerUse = LayerUse()
     heartbeat: float = 0.0  # time.monotonic() of the end of the last step

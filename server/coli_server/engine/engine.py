@@ -22,10 +22,11 @@ from coli_server.engine.sampler import Sampler
 from coli_server.engine.step import RouteState, Sequence, Span, Step
 from coli_server.engine.store import StoreOptions
 from coli_server.engine.text import Text
+from coli_server.engine.trace import RoutingTrace, TraceHeader
 from coli_server.engine.usage import Usage, identity_of, pin
 from coli_server.engine.warm import warm as warm_kernels
 from coli_server.errors import ConfigurationError, ModelError
-from coli_server.experts import ExpertCache, HistoryError, Reader, UsageHistory, parse_size
+from coli_server.experts import EVICTION_POLICIES, ExpertCache, HistoryError, Reader, UsageHistory, parse_size
 from coli_server.routing import RoutePolicy
 
 F32 = NDArray[np.float32]
@@ -60,11 +61,13 @@ class Engine:
             memory.slots_per_layer,
             experts_per_token=self.spec.moe.k,
             reader=reader,
+            policy=EVICTION_POLICIES[store.evict],
         )
         self.model = Model(checkpoint, self.cache, pilot=store.pilot)
         self.kinds = checkpoint.weights.kinds
         self._text = text
         self.usage = self._remember(store.history)
+        self.trace = self._record(store.trace)
 
     @classmethod
     def open(
@@ -75,6 +78,7 @@ class Engine:
         experts_per_layer: int | None = None,
         policy: RoutePolicy = STOCK,
         context: int | None = None,
+        kv_ram: int | None = None,
         threads: int | None = None,
         warm: bool = True,
         store: StoreOptions = DEFAULT_STORE,
@@ -85,7 +89,7 @@ class Engine:
 
         `ram` is the memory of the whole process, in bytes or as `2G`; `experts_per_layer` limits the expert
         slots further; `context` is the longest sequence (default: as much as the model and the memory
-        allow); `threads` run the kernels. `warm` compiles every kernel now instead of at first use.
+        allow); `kv_ram` bytes of `ram` are for KV caches (default: a quarter at most); `threads` run the kernels. `warm` compiles every kernel now instead of at first use.
         `store` says how experts come into memory. `reader` reads the experts' files in place of plain
         preadv(2) and is closed with the engine. `progress` hears how many of how many pins are loaded.
 
@@ -102,6 +106,7 @@ class Engine:
             experts_per_layer,
             context,
             PREFILL_CHUNK,
+            kv_ram,
         )
         engine = cls(checkpoint, text, memory, policy, end_ids, store, reader)
         try:
@@ -228,7 +233,18 @@ class Engine:
         """Save what was learned, end the read threads and free the expert slots."""
         if self.usage is not None:
             self.usage.save()
+        if self.trace is not None:
+            self.trace.close()
         self.cache.close()
+
+    def _record(self, file: Path | None) -> RoutingTrace | None:
+        if file is None:
+            return None
+        moe = self.spec.moe
+        header = TraceHeader(self.name, self.identity, tuple(self.spec.moe_layers), moe.experts, moe.k)
+        trace = RoutingTrace(file, header)
+        self.model.observers.append(trace)
+        return trace
 
     def _remember(self, folder: Path | None) -> Usage | None:
         if folder is None:

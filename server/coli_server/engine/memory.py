@@ -32,9 +32,15 @@ class MemoryPlan:
 
 
 def plan_memory(
-    checkpoint: Checkpoint, ram: int, experts_per_layer: int | None, context: int | None, chunk: int
+    checkpoint: Checkpoint,
+    ram: int,
+    experts_per_layer: int | None,
+    context: int | None,
+    chunk: int,
+    kv_ram: int | None = None,
 ) -> MemoryPlan:
-    """Divide `ram` bytes. `context` is the longest sequence that the user asks for; `chunk` a step's rows.
+    """Divide `ram` bytes. `context` is the longest sequence that the user asks for; `chunk` a step's rows;
+    `kv_ram` the bytes for KV caches, in place of a share of `ram`.
 
     Raises ConfigurationError with the smallest budget that works.
     """
@@ -46,10 +52,11 @@ def plan_memory(
         )
     longest = context or spec.context_length
     least = (context or min(longest, LEAST_CONTEXT)) * token
-    wanted = max(least, min(ram // KV_SHARE, FULL_CONTEXTS * longest * token))
+    if kv_ram is not None and kv_ram < least:
+        raise ConfigurationError(f"--kv-ram={kv_ram} is too small: one request needs at least {least} bytes")
+    wanted = kv_ram or max(least, min(ram // KV_SHARE, FULL_CONTEXTS * longest * token))
     layers = [experts.files for experts in checkpoint.experts]
-    expert_bytes = sum(layer.experts * layer.expert_bytes() for layer in layers)
-    dense = checkpoint.weights.index.nbytes - expert_bytes
+    dense = checkpoint.dense_bytes
     activations = activation_bytes(spec, chunk)
     runtime = resident_bytes() + CODE_BYTES
 
@@ -80,6 +87,8 @@ def plan_memory(
     try:
         return divide(wanted)
     except ConfigurationError:
+        if kv_ram is not None:
+            raise
         return divide(least)  # a short context beats no service; raises again if even that is too much
 
 

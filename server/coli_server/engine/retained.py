@@ -23,6 +23,7 @@ class KvStore:
         self._budget = engine.memory.kv_bytes
         self._retained: OrderedDict[tuple[str, Kind], KvCache] = OrderedDict()
         self._in_use = 0
+        self.evictions = 0
 
     @property
     def nbytes(self) -> int:
@@ -41,11 +42,12 @@ class KvStore:
         kept = self._retained.pop((request.session, request.kind), None)
         while self._retained and self.nbytes + needed > self._budget:
             self._retained.popitem(last=False)
+            self.evictions += 1
+        if kept is not None:
+            kept.truncate(self._reusable(kept, request))
+        kv = kept.resized(capacity) if kept is not None and kept.length else self._engine.new_kv(capacity)
         self._in_use += needed
-        if kept is None:
-            return self._engine.new_kv(capacity)
-        kept.truncate(self._reusable(kept, request))
-        return kept.resized(capacity) if kept.length else self._engine.new_kv(capacity)
+        return kv
 
     def give_back(self, request: GenerationRequest, kv: KvCache, *, retain: bool) -> None:
         """The request is over. Its cache is retained where a later request may use any of it."""

@@ -28,6 +28,7 @@ from coli_server.engine.api import (
 )
 from coli_server.engine.engine import PREFILL_CHUNK, Engine
 from coli_server.engine.generation import Generation
+from coli_server.engine.kv import KvCache
 from coli_server.engine.retained import KvStore
 from coli_server.engine.scoring import LOGIT_ROWS, Scoring
 from coli_server.engine.step import Span
@@ -227,10 +228,24 @@ class EngineService:
         while self._waiting and len(self._running) < self._max_running:
             submitted = self._waiting[0]
             request = submitted.request
-            kv = self._kv.take(request)
-            if kv is None:
-                return
+            try:
+                kv = self._kv.take(request)
+                if kv is None:
+                    return
+                generation = self._begin(engine, submitted, kv)
+            except Exception as error:
+                self._waiting.popleft()
+                self._events.append(_failed(request, error, Counters()))
+                self._fold(request.session)
+                continue
             self._waiting.popleft()
+            self._running[request.key] = generation
+            self._events.append(Started(request.key))
+
+    def _begin(self, engine: Engine, submitted: _Submit, kv: KvCache) -> Generation | Scoring:
+        """The state of a request that starts now, with a cache of its own."""
+        request = submitted.request
+        try:
             sequence = engine.new_sequence(request.policy, kv)
             generation: Generation | Scoring
             if request.kind == "score":
@@ -238,9 +253,11 @@ class EngineService:
             else:
                 generation = Generation(request, sequence, engine.text, engine.end_ids)
                 generation.since(submitted.at)
-            sequence.counters.prompt_tokens_total += len(request.prompt)
-            self._running[request.key] = generation
-            self._events.append(Started(request.key))
+        except Exception:
+            self._kv.give_back(request, kv, retain=False)
+            raise
+        sequence.counters.prompt_tokens_total += len(request.prompt)
+        return generation
 
     def _step(self, engine: Engine) -> None:
         """One step of everything that decodes, and of the first request whose prompt is not read yet.
@@ -298,7 +315,11 @@ class EngineService:
         """End a request that waits or runs, between two steps."""
         generation = self._running.get(key)
         if generation is not None:
-            chunk, finished = generation.end(finish)
+            try:
+                chunk, finished = generation.end(finish)
+            except Exception as error:
+                self._fail(generation, error)
+                return
             if chunk is not None:
                 self._events.append(chunk)
             self._close(generation, finished)
@@ -312,15 +333,7 @@ class EngineService:
                 return
 
     def _fail(self, generation: Generation | Scoring, error: Exception) -> None:
-        request = generation.request
-        if isinstance(error, ColiError):
-            code = error.code if error.code in ("MODEL", "INTERNAL") else "INTERNAL"
-            message = str(error)
-            log.warning("request %d failed: %s", request.key, message)
-        else:
-            code, message = "INTERNAL", "an error inside the engine; the log has the details"
-            log.error("request %d failed", request.key, exc_info=error)
-        self._close(generation, Failed(request.key, code, message, generation.sequence.counters.copy()))
+        self._close(generation, _failed(generation.request, error, generation.sequence.counters.copy()))
 
     def _close(self, generation: Generation | Scoring, event: Finished | Failed) -> None:
         request = generation.request
@@ -374,6 +387,8 @@ class EngineService:
             prefetch_failed=cache.counters.prefetch_failed,
             prefetch_in_flight=cache.prefetch_in_flight,
             kv_bytes=self._kv.nbytes,
+            kv_capacity_bytes=engine.memory.kv_bytes,
+            kv_evictions=self._kv.evictions,
             layer_use=self._read_layer_use(engine),
             heartbeat=time.monotonic(),
         )
@@ -401,3 +416,15 @@ class EngineService:
         if not self._running or now - self._layer_use[0] >= 0.25:
             self._layer_use = (now, engine.model.use.read())
         return self._layer_use[1]
+
+
+def _failed(request: GenerationRequest, error: Exception, counters: Counters) -> Failed:
+    """The last event of a request that failed; only errors raised on purpose tell the client why."""
+    if isinstance(error, ColiError):
+        code = error.code if error.code in ("MODEL", "INTERNAL") else "INTERNAL"
+        message = str(error)
+        log.warning("request %d failed: %s", request.key, message)
+    else:
+        code, message = "INTERNAL", "an error inside the engine; the log has the details"
+        log.error("request %d failed", request.key, exc_info=error)
+    return Failed(request.key, code, message, counters)

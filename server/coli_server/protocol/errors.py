@@ -63,7 +63,10 @@ CODES: Final[Mapping[ErrorCode, CodeInfo]] = MappingProxyType(
         ),
         "BUSY": CodeInfo("The queue is full; try again after `retry_ms=`."),
         "AUTH": CodeInfo("A token is required and missing or wrong. Closes after three.", "sometimes"),
-        "FORBIDDEN": CodeInfo("Not for this client: other sessions' figures, for one on another machine."),
+        "FORBIDDEN": CodeInfo(
+            "Not for this client: another owner's session; other sessions' figures, which are for the token "
+            "of `admin` or, where no tokens are set, for clients on the same machine."
+        ),
         "TOO_MANY_CLIENTS": CodeInfo("The server holds as many connections as it may.", "always"),
         "DRAINING": CodeInfo("The server is going down and takes no new work."),
         "HTTP": CodeInfo(

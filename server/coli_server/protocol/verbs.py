@@ -53,6 +53,7 @@ _TABLE: Final = (
         most=2,
         aliases=("STATS",),
     ),
+    Verb("AUTH", "AUTH <token>", "say who you are, where tokens are asked for", "OK", least=1, most=1),
     Verb(
         "SESSION",
         "SESSION <id>",
