@@ -14,6 +14,7 @@ COMMANDS: Mapping[str, str] = {
     "gen": "continue one text",
     "stat": "show a daemon's figures",
     "pull": "fetch and make the default model",
+    "inspect": "describe a model folder",
     "bench": "measure speed, cache and quality",
     "test": "run Coli's own tests",
     "version": "show the version",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from coli_server.engine.step import Step
 from coli_server.engine.use import RouteUse
 from coli_server.engine.weights import Matrix, Weights
 from coli_server.engine.workspace import Workspace
-from coli_server.experts import CheckpointIndex, ExpertCache
+from coli_server.experts import CheckpointIndex, ExpertCache, TensorInfo
 
 F32 = NDArray[np.float32]
 
@@ -47,6 +48,23 @@ class Checkpoint:
         weights = Weights(CheckpointIndex.open(folder))
         experts = tuple(routed_experts(weights, family.names, spec, layer) for layer in spec.moe_layers)
         return cls(folder, family, spec, weights, experts, end_ids)
+
+    @property
+    def needed(self) -> tuple[TensorInfo, ...]:
+        """Every tensor but those that inference does not need."""
+        layers = _beyond(len(self.spec.layers))
+        ignored = [re.compile(pattern.replace("{beyond}", layers)) for pattern in self.family.ignored]
+        return tuple(
+            tensor
+            for name, tensor in self.weights.index.items()
+            if not any(pattern.fullmatch(name) for pattern in ignored)
+        )
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the tensors that stay in memory, as they are stored."""
+        routed = sum(e.files.experts * e.files.expert_bytes() for e in self.experts)
+        return sum(tensor.nbytes for tensor in self.needed) - routed
 
     @staticmethod
     def read_config(config: Config, folder: Path) -> tuple[Family, ModelSpec, frozenset[int]]:
