@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from coli_server.errors import ConfigurationError
-from coli_server.experts import CACHED, PINNED, ExpertCache, ExpertReadError
+from coli_server.experts import CACHED, EVICTION_POLICIES, PINNED, ExpertCache, ExpertReadError
 from support.faults import FaultReader
 
 EXPERTS = 8
@@ -199,12 +199,19 @@ some_ids = st.lists(st.integers(0, EXPERTS - 1), unique=True, max_size=3)
 class PrefetchMachine(RuleBasedStateMachine):
     """Prefetches, streams, pins, faults and abandoned streams in any order, at the speed of real threads."""
 
-    def __init__(self, store, slots: int) -> None:
+    def __init__(self, store, slots: int, policy: str) -> None:
         super().__init__()
         self.store = store
         self.reader = FaultReader()
         self.slots = slots
-        self.cache = ExpertCache(store.layers, slots, experts_per_token=2, readers=2, reader=self.reader)
+        self.cache = ExpertCache(
+            store.layers,
+            slots,
+            experts_per_token=2,
+            readers=2,
+            reader=self.reader,
+            policy=EVICTION_POLICIES[policy],
+        )
         self.pinned: dict[int, set[int]] = {layer: set() for layer in LAYERS}
         self.attributed = 0
 
@@ -317,9 +324,11 @@ class PrefetchMachine(RuleBasedStateMachine):
         assert counters.load_bytes == counters.loads * EXPERT_BYTES
 
 
-@pytest.mark.parametrize("slots", [2, 4, 7])
-def test_any_sequence_keeps_the_books(store, slots):
+@pytest.mark.parametrize(
+    ("slots", "policy"), [(2, "lru"), (4, "lru"), (4, "lfu"), (4, "learned"), (7, "lru")]
+)
+def test_any_sequence_keeps_the_books(store, slots, policy):
     run_state_machine_as_test(
-        lambda: PrefetchMachine(store, slots),
+        lambda: PrefetchMachine(store, slots, policy),
         settings=settings(max_examples=40, stateful_step_count=20, deadline=None),
     )

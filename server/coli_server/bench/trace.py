@@ -12,6 +12,7 @@ from coli_server.engine import Engine
 from coli_server.engine.step import RowGroup, Sequence
 from coli_server.routing import Selection
 
+F32 = NDArray[np.float32]
 Choices = NDArray[np.int16]
 """[tokens, MoE layers, k]: the chosen experts, best rank first."""
 
@@ -29,7 +30,7 @@ class ChoiceTrace:
         self._followed[id(sequence)] = choices
         return choices
 
-    def observe(self, slot: int, group: RowGroup, selection: Selection) -> None:
+    def observe(self, slot: int, group: RowGroup, selection: Selection, _: F32) -> None:
         for row, span in group.members:
             choices = self._followed.get(id(span.sequence))
             if choices is not None:

@@ -10,6 +10,10 @@ from coli_server.errors import ConfigurationError
 
 BENCHES: Mapping[str, str] = {
     "quality": "speed and its price in quality: cache-aware routing and prefetch, on and off",
+    "sweep": "misses saved and perplexity paid, over grids of the routing settings",
+    "cache": "what eviction policies and cache sizes are worth, from a routing trace",
+    "tasks": "multiple choice by log-likelihood",
+    "free": "what the model writes by itself: loops, variety, length",
     "route": "what choosing experts costs, beside a decoded token",
 }
 DEFAULT = "quality"

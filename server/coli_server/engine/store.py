@@ -13,6 +13,8 @@ class StoreOptions:
     """How experts come into memory and stay there.
 
     pilot    guess the experts of the next layer and read them ahead
+    evict    which expert a full layer gives up: `lru`, `lfu` or `learned`
+    trace    the file in which routing is recorded; None: nowhere
     history  the folder where the use of experts is remembered from run to run; None: nowhere
     pin      `auto`: keep what this model has used most, as far as `history` knows; `off`; or the file of a
              usage history, which must be this model's
@@ -20,6 +22,8 @@ class StoreOptions:
     """
 
     pilot: bool = False
+    evict: str = "lru"
+    trace: Path | None = None
     history: Path | None = None
     pin: str = "off"
     pin_ram: int | None = None

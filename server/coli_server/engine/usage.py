@@ -9,11 +9,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from coli_server.engine.moe import MoeBlock
 from coli_server.engine.spec import ModelSpec
 from coli_server.engine.step import RowGroup
 from coli_server.experts import ExpertCache, ExpertReadError, HistoryError, UsageHistory, choose_pins
 from coli_server.routing import Selection
+
+F32 = NDArray[np.float32]
 
 log = logging.getLogger("coli.engine")
 
@@ -37,7 +42,7 @@ class Usage:
         except (HistoryError, OSError) as error:
             log.warning("the usage history is not used and will be replaced: %s", error)
 
-    def observe(self, slot: int, group: RowGroup, selection: Selection) -> None:
+    def observe(self, slot: int, group: RowGroup, selection: Selection, _: F32) -> None:
         """Take part in routing as a `RouteObserver`."""
         if group.counted is not None:
             self.history.observe(slot, selection.true[group.counted])

@@ -12,6 +12,7 @@ from coli_server.routing import Selection
 
 WINDOW = 1000  # tokens
 
+F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
 I32 = NDArray[np.int32]
 
@@ -39,7 +40,7 @@ class RouteUse:
             self._longest[layer : layer + 1],
         )
 
-    def observe(self, slot: int, group: RowGroup, selection: Selection) -> None:
+    def observe(self, slot: int, group: RowGroup, selection: Selection, _: F32) -> None:
         """Take part in routing as a `RouteObserver`."""
         if group.counted is not None:
             self.track(slot, selection.experts[group.counted], selection.true[group.counted])

@@ -1,5 +1,7 @@
 """Where expert weights are: checkpoint index, expert layouts, the expert cache and its memory budget."""
 
+from collections.abc import Mapping
+
 from coli_server.experts.budget import (
     CachePlan,
     available_memory,
@@ -11,6 +13,7 @@ from coli_server.experts.budget import (
 from coli_server.experts.cache import ExpertCache, staging_bytes
 from coli_server.experts.checkpoint import CheckpointIndex
 from coli_server.experts.eviction import LRU, EvictionPolicy
+from coli_server.experts.frequency import LFU, Learned
 from coli_server.experts.history import HistoryError, UsageHistory
 from coli_server.experts.layout import ExpertLayout, ExpertSource, LayerExperts, Part
 from coli_server.experts.loading import CacheCounters
@@ -23,6 +26,8 @@ from coli_server.experts.stream import ExpertReadError, ExpertStream, Lease
 __all__ = [
     "ABSENT",
     "CACHED",
+    "EVICTION_POLICIES",
+    "LFU",
     "LRU",
     "PINNED",
     "CacheCounters",
@@ -37,6 +42,7 @@ __all__ = [
     "ExpertStream",
     "HistoryError",
     "LayerExperts",
+    "Learned",
     "Lease",
     "Part",
     "PreadReader",
@@ -52,3 +58,6 @@ __all__ = [
     "resident_bytes",
     "staging_bytes",
 ]
+
+EVICTION_POLICIES: Mapping[str, type[EvictionPolicy]] = {"lru": LRU, "lfu": LFU, "learned": Learned}
+"""By the name that a user gives: see `coli bench cache` for what each is worth."""
