@@ -136,6 +136,8 @@ def _absorbed(weights: Weights, name: str, spec: LatentAttention) -> tuple[Store
     each = spec.nope_dim + spec.value_dim
     both = weights.matrix([name], [spec.heads * each], spec.kv_rank)
     heads = both.data.reshape(spec.heads, each, spec.kv_rank)
+    if not both.data.flags.c_contiguous:  # stand-ins of a check of headers, which hold no memory
+        return heads, heads, both.kind
     key: Stored = np.ascontiguousarray(heads[:, : spec.nope_dim].transpose(0, 2, 1))
     value: Stored = np.ascontiguousarray(heads[:, spec.nope_dim :])
     return key, value, both.kind

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from coli_server.engine.rope import angles
 from coli_server.engine.spec import ModelSpec, MoeMlp, RopeSpec
 from coli_server.engine.step import Step
 from coli_server.engine.use import RouteUse
-from coli_server.engine.weights import Matrix, Weights
+from coli_server.engine.weights import HeadersOnly, Matrix, Weights
 from coli_server.engine.workspace import Workspace
 from coli_server.experts import CheckpointIndex, ExpertCache, TensorInfo
 
@@ -43,11 +44,17 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Read config.json and the headers of all shards. Raises ConfigError or CheckpointError."""
+        """Read config.json and the headers of all shards, and compare them with each other.
+
+        Raises ConfigError or CheckpointError.
+        """
         family, spec, end_ids = cls.read_config(Config.load(folder / "config.json"), folder)
         weights = Weights(CheckpointIndex.open(folder))
         experts = tuple(routed_experts(weights, family.names, spec, layer) for layer in spec.moe_layers)
-        return cls(folder, family, spec, weights, experts, end_ids)
+        checkpoint = cls(folder, family, spec, weights, experts, end_ids)
+        # Every tensor's name, shape and type, before memory is planned or taken; no expert is asked for.
+        Model(replace(checkpoint, weights=HeadersOnly(weights)), cast("ExpertCache", None))
+        return checkpoint
 
     @property
     def needed(self) -> tuple[TensorInfo, ...]:

@@ -41,6 +41,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "longrope": ("original_max_position_embeddings", "attention_factor", "factor"),
 }
 _ALIASES = {"su": "longrope"}
+_LONGEST = 1 << 24  # tokens; positions are float32 in the angles
 
 
 def read_rope(
@@ -61,11 +62,11 @@ def read_rope(
     parameter.
     """
     section = _section(config)
-    if section.has("rope_theta"):
-        config.raw("rope_theta")
-        base = section.positive("rope_theta")
-    else:
-        base = config.positive("rope_theta", theta)
+    config.raw("rope_theta")
+    where = section if section.has("rope_theta") else config
+    base = where.number("rope_theta", theta)
+    if base <= 1:
+        raise where.error("rope_theta", "a number above 1")
     dim = _rotary_dim(section, config, head_dim, partial)
     section.raw("type")
     kind = str(section.raw("rope_type") or section.raw("type") or "default")
@@ -109,6 +110,8 @@ def _read_scaling(section: Config, kind: str, pairs: int) -> dict[str, object]:
             scaling[key] = section.flag(key, True)
         elif section.has(key) or key in _REQUIRED[kind]:
             scaling[key] = section.positive(key)
+    if kind == "llama3" and not _number(scaling, "low_freq_factor") < _number(scaling, "high_freq_factor"):
+        raise section.error("high_freq_factor", "a number above low_freq_factor")
     return scaling
 
 
@@ -149,11 +152,12 @@ def length_threshold(spec: RopeSpec) -> int | None:
 
 def longest_context(spec: RopeSpec) -> int:
     """The longest sequence that the model is made for: some scalings stretch the length it was trained on."""
+    length = float(spec.context_length)
     if spec.type == "dynamic":
-        return int(spec.context_length * _number(spec.scaling, "factor"))
-    if spec.type == "yarn":
-        return max(spec.context_length, int(_trained_length(spec) * _number(spec.scaling, "factor")))
-    return spec.context_length
+        length = spec.context_length * _number(spec.scaling, "factor")
+    elif spec.type == "yarn":
+        length = max(length, _trained_length(spec) * _number(spec.scaling, "factor"))
+    return int(min(length, _LONGEST))
 
 
 def angles(spec: RopeSpec, positions: NDArray[np.int32], lengths: NDArray[np.int32]) -> tuple[F32, F32]:

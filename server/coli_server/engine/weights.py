@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,10 +81,7 @@ class Weights:
 
     def vector(self, name: str, size: int) -> F32:
         """A norm weight or bias, as float32 [size]."""
-        self.info(name, size)
-        data = self.index.read_f32(name)
-        self.nbytes += data.nbytes
-        return data
+        return self._read_f32(self.info(name, size))
 
     def matrix(
         self, names: Sequence[str], outputs: Sequence[int], inputs: int, *, bias: bool = False
@@ -105,22 +102,32 @@ class Weights:
         """Tensors one behind the other in one flat array; in float32 where their stored types differ."""
         infos = [self.info(name, *shape) for name, shape in zip(names, shapes, strict=True)]
         kind = _common_kind(infos)
-        dtype = np.float32 if kind == Kind.F32 else np.uint16
-        data: NDArray[Any] = np.empty(sum(a * b for a, b in shapes), dtype)
-        at = 0
-        for info, (rows, columns) in zip(infos, shapes, strict=True):
-            part = self.index.read_f32(info.name) if kind == Kind.F32 else self.index.read(info.name)
-            data[at : at + rows * columns] = part.reshape(-1)
-            at += rows * columns
-        self.nbytes += data.nbytes
-        return data, kind
+        return self._read_packed(infos, kind), kind
 
     def embeddings(self, name: str, vocab: int, hidden: int) -> Matrix:
         """The embedding table [vocab, hidden]."""
-        info = self.info(name, vocab, hidden)
-        data = self.index.read(name)
+        data, kind = self.packed([name], [(vocab, hidden)])
+        return Matrix(data.reshape(vocab, hidden), kind)
+
+    def _read_f32(self, info: TensorInfo) -> F32:
+        data = self.index.read_f32(info.name)
         self.nbytes += data.nbytes
-        return Matrix(data, KINDS[info.dtype])
+        return data
+
+    def _read_packed(self, infos: Sequence[TensorInfo], kind: Kind) -> NDArray[np.uint16] | F32:
+        """Values of `infos` as `kind`, flat."""
+        read = self.index.read_f32 if kind == Kind.F32 else self.index.read
+        if len(infos) == 1:  # as it comes: a copy of a large table would need its memory twice
+            data = read(infos[0].name).reshape(-1)
+        else:
+            size = sum(math.prod(info.shape) for info in infos)
+            data, at = np.empty(size, np.float32 if kind == Kind.F32 else np.uint16), 0
+            for info in infos:
+                part = read(info.name).reshape(-1)
+                data[at : at + part.size] = part
+                at += part.size
+        self.nbytes += data.nbytes
+        return data
 
     def refuse_unknown(self, ignored: Sequence[str]) -> None:
         """Raise ModelError for a tensor that nobody asked for and that no pattern of `ignored` matches."""
@@ -130,3 +137,20 @@ class Weights:
                 raise ModelError(
                     f"{info.file}: tensor {name} has no place in this model as config.json describes it"
                 )
+
+
+class HeadersOnly(Weights):
+    """Stands in for `weights` where only names, shapes and types count: reads nothing, holds zeros."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__(weights.index)
+        self._asked = set(weights._asked)
+
+    def _read_f32(self, info: TensorInfo) -> F32:
+        return np.broadcast_to(np.zeros((), np.float32), info.shape)
+
+    def _read_packed(self, infos: Sequence[TensorInfo], kind: Kind) -> NDArray[np.uint16] | F32:
+        size = sum(math.prod(info.shape) for info in infos)
+        if kind == Kind.F32:
+            return np.broadcast_to(np.zeros((), np.float32), size)
+        return np.broadcast_to(np.zeros((), np.uint16), size)
