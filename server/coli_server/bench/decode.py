@@ -25,8 +25,8 @@ STOCK = RoutePolicy(mode="off")
 BLOCK = 16
 """Positions whose stock distributions are held at once: rows as wide as the vocabulary, in float64."""
 
-MAX_ROWS = 32
-"""Sequences that decode in lockstep."""
+MAX_ROWS = 40
+"""Sequences that run in lockstep."""
 
 Progress = Callable[[int, int], None]
 
@@ -62,13 +62,13 @@ def decode_in_lockstep(
         raise ValueError("sequences in lockstep need a logical cache each: scope=session")
     stock: list[Choices] = []
     runs: list[list[WindowRun]] = [[] for _ in policies]
-    share = max(1, MAX_ROWS // max(1, len(policies)))
+    share, lanes = _batch(engine, len(windows[0]), len(policies))
     done, total = 0, len(windows) * len(policies)
     with tracing(engine) as trace:
         for first in range(0, len(windows), share):
             part = windows[first : first + share]
-            for low in range(0, max(1, len(policies)), MAX_ROWS):
-                some = policies[low : low + MAX_ROWS]
+            for low in range(0, max(1, len(policies)), lanes):
+                some = policies[low : low + lanes]
                 choices, found = _lockstep(engine, part, some, trace)
                 stock += choices if low == 0 else []
                 for n, by_window in enumerate(found):
@@ -77,6 +77,17 @@ def decode_in_lockstep(
                 if progress is not None:
                     progress(done, total)
     return stock, runs
+
+
+def _batch(engine: Engine, length: int, policies: int) -> tuple[int, int]:
+    """How many windows, and policies of each, run together: as many as the memory for KV has room for.
+
+    Each window also takes one sequence that reads it under stock routing.
+    """
+    room = engine.memory.kv_bytes // (engine.memory.kv_token_bytes * length)
+    rows = max(2, min(MAX_ROWS, room))
+    lanes = max(1, min(policies, rows - 1))
+    return max(1, rows // (lanes + 1)), lanes
 
 
 def _lockstep(

@@ -16,6 +16,7 @@ COMMANDS: Mapping[str, str] = {
     "pull": "fetch and make the default model",
     "inspect": "describe a model folder",
     "bench": "measure speed, cache and quality",
+    "tune": "choose cache-aware routing for this machine by measuring",
     "test": "run Coli's own tests",
     "version": "show the version",
 }
