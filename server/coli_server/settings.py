@@ -248,6 +248,17 @@ class Settings:
     pilot: bool = _setting(
         STORE, "0", FLAG, "0|1", "1 = guess the experts of the next layer and read them ahead", env="PILOT"
     )
+    readers: int = _setting(STORE, "4", _whole(1, 64), "N", "experts that are read at the same time")
+    direct: bool = _setting(
+        STORE, "0", FLAG, "0|1", "1 = read past the page cache, where the file system can"
+    )
+    mirror: str | None = _setting(
+        STORE,
+        None,
+        Path(),
+        "FOLDER",
+        "copies of the model's weight files on another disk, which share the reads",
+    )
     pin: str = _setting(
         STORE,
         "auto",

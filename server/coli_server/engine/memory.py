@@ -8,8 +8,9 @@ from coli_server.engine.kv import kv_bytes_per_token, kv_widths
 from coli_server.engine.model import Checkpoint
 from coli_server.engine.sparse import SCORES_AT_ONCE
 from coli_server.engine.spec import Attention, GroupedQueryAttention, LatentAttention, ModelSpec
+from coli_server.engine.store import DEFAULT_STORE, StoreOptions, reading_bytes
 from coli_server.errors import ConfigurationError
-from coli_server.experts import plan, resident_bytes, staging_bytes
+from coli_server.experts import plan, resident_bytes
 
 KV_SHARE = 4  # the KV cache gets a quarter of the budget at most
 FULL_CONTEXTS = 4  # and never more than this many sequences of full length
@@ -38,6 +39,8 @@ def plan_memory(
     context: int | None,
     chunk: int,
     kv_ram: int | None = None,
+    *,
+    store: StoreOptions = DEFAULT_STORE,
 ) -> MemoryPlan:
     """Divide `ram` bytes. `context` is the longest sequence that the user asks for; `chunk` a step's rows;
     `kv_ram` the bytes for KV caches, in place of a share of `ram`.
@@ -66,7 +69,7 @@ def plan_memory(
             dense_bytes=dense,
             kv_bytes=kv,
             activation_bytes=activations,
-            staging_bytes=staging_bytes(layers),
+            staging_bytes=reading_bytes(store, layers),
             slot_bytes=[layer.layout.slot_bytes for layer in layers],
             experts=[layer.experts for layer in layers],
             k=spec.moe.k,

@@ -10,13 +10,16 @@ from coli_server.experts.budget import (
     plan,
     resident_bytes,
 )
-from coli_server.experts.cache import ExpertCache, staging_bytes
+from coli_server.experts.cache import DEFAULT_READERS, ExpertCache, staging_bytes
 from coli_server.experts.checkpoint import CheckpointIndex
+from coli_server.experts.direct import DirectReader
+from coli_server.experts.direct import buffer_bytes as direct_buffer_bytes
 from coli_server.experts.eviction import LRU, EvictionPolicy
 from coli_server.experts.frequency import LFU, Learned
 from coli_server.experts.history import HistoryError, UsageHistory
 from coli_server.experts.layout import ExpertLayout, ExpertSource, LayerExperts, Part
 from coli_server.experts.loading import CacheCounters
+from coli_server.experts.mirror import MirrorReader, check_mirror
 from coli_server.experts.pins import choose_pins
 from coli_server.experts.reader import PreadReader, Reader
 from coli_server.experts.safetensors_header import CheckpointError, TensorInfo, TensorSlice
@@ -26,6 +29,7 @@ from coli_server.experts.stream import ExpertReadError, ExpertStream, Lease
 __all__ = [
     "ABSENT",
     "CACHED",
+    "DEFAULT_READERS",
     "EVICTION_POLICIES",
     "LFU",
     "LRU",
@@ -34,6 +38,7 @@ __all__ = [
     "CachePlan",
     "CheckpointError",
     "CheckpointIndex",
+    "DirectReader",
     "EvictionPolicy",
     "ExpertCache",
     "ExpertLayout",
@@ -44,6 +49,7 @@ __all__ = [
     "LayerExperts",
     "Learned",
     "Lease",
+    "MirrorReader",
     "Part",
     "PreadReader",
     "Reader",
@@ -51,7 +57,9 @@ __all__ = [
     "TensorSlice",
     "UsageHistory",
     "available_memory",
+    "check_mirror",
     "choose_pins",
+    "direct_buffer_bytes",
     "format_size",
     "parse_size",
     "plan",

@@ -70,10 +70,12 @@ class PreadReader:
 
     Files open on first use. At most `max_open` stay open beyond those being read: the ones unused for
     longest close first, so that a model of hundreds of shards fits any descriptor limit. A file that was
-    exchanged for another one between two uses is refused: its old header no longer describes it.
+    exchanged for another one between two uses is refused: its old header no longer describes it. `flags`
+    are added to those of open(2).
     """
 
-    def __init__(self, max_open: int | None = None) -> None:
+    def __init__(self, max_open: int | None = None, flags: int = 0) -> None:
+        self._flags = os.O_RDONLY | os.O_CLOEXEC | flags
         self._max_open = _default_max_open() if max_open is None else max_open
         self._lock = threading.Lock()
         self._open: OrderedDict[Path, _OpenFile] = OrderedDict()
@@ -104,7 +106,7 @@ class PreadReader:
             return handle
 
     def _open_checked(self, file: Path) -> int:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(file, self._flags)
         status = os.fstat(descriptor)
         identity = (status.st_dev, status.st_ino)
         if self._identity.setdefault(file, identity) != identity:
