@@ -90,6 +90,9 @@ class Family:
     irrelevant: frozenset[str] = frozenset()
 
 
+# Older savers wrote the rotary frequencies, which follow from the configuration, into every layer.
+ROTARY_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+
 MIXTRAL_NAMES = TensorNames(
     router="block_sparse_moe.gate",
     experts=SeparateExperts(

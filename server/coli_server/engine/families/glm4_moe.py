@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from coli_server.engine.config import Config
 from coli_server.engine.families.common import (
+    ROTARY_BUFFERS,
     Family,
     expert_count,
     experts_per_token,
@@ -88,6 +89,6 @@ def sigmoid_router(config: Config, experts: int) -> Router:
 FAMILY = Family(
     "glm4_moe",
     read,
-    ignored=(r"model\.layers\.{beyond}\..*",),
+    ignored=(r"model\.layers\.{beyond}\..*", ROTARY_BUFFERS),
     irrelevant=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from coli_server.engine.config import Config
 from coli_server.engine.families.common import (
+    ROTARY_BUFFERS,
     Family,
     FusedExperts,
     TensorNames,
@@ -66,4 +67,4 @@ NAMES = TensorNames(
         gate_up="block_sparse_moe.input_linear.weight", down="block_sparse_moe.output_linear.weight"
     ),
 )
-FAMILY = Family("granitemoe", read, NAMES)
+FAMILY = Family("granitemoe", read, NAMES, ignored=(ROTARY_BUFFERS,))

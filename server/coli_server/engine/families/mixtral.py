@@ -5,6 +5,7 @@ from __future__ import annotations
 from coli_server.engine.config import Config
 from coli_server.engine.families.common import (
     MIXTRAL_NAMES,
+    ROTARY_BUFFERS,
     Family,
     expert_count,
     experts_per_token,
@@ -51,4 +52,6 @@ def read(config: Config) -> ModelSpec:
     )
 
 
-FAMILY = Family("mixtral", read, MIXTRAL_NAMES, irrelevant=frozenset({"router_jitter_noise"}))
+FAMILY = Family(
+    "mixtral", read, MIXTRAL_NAMES, ignored=(ROTARY_BUFFERS,), irrelevant=frozenset({"router_jitter_noise"})
+)

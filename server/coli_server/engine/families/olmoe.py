@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from coli_server.engine.config import Config
 from coli_server.engine.families.common import (
+    ROTARY_BUFFERS,
     Family,
     expert_count,
     experts_per_token,
@@ -60,4 +61,4 @@ def read(config: Config) -> ModelSpec:
     )
 
 
-FAMILY = Family("olmoe", read)
+FAMILY = Family("olmoe", read, ignored=(ROTARY_BUFFERS,))

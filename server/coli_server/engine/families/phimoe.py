@@ -7,6 +7,7 @@ from dataclasses import replace
 from coli_server.engine.config import Config
 from coli_server.engine.families.common import (
     MIXTRAL_NAMES,
+    ROTARY_BUFFERS,
     Family,
     expert_count,
     head_dim,
@@ -78,4 +79,6 @@ def _rope(config: Config, size: int, context: int) -> RopeSpec:
     return rope
 
 
-FAMILY = Family("phimoe", read, MIXTRAL_NAMES, irrelevant=frozenset({"input_jitter_noise"}))
+FAMILY = Family(
+    "phimoe", read, MIXTRAL_NAMES, ignored=(ROTARY_BUFFERS,), irrelevant=frozenset({"input_jitter_noise"})
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from coli_server.engine.config import Config
 from coli_server.engine.families.common import (
+    ROTARY_BUFFERS,
     Family,
     TensorNames,
     expert_count,
@@ -90,4 +91,4 @@ NAMES = TensorNames(
         "mlp.shared_expert.down_proj",
     ),
 )
-FAMILY = Family("qwen2_moe", read, NAMES)
+FAMILY = Family("qwen2_moe", read, NAMES, ignored=(ROTARY_BUFFERS,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from coli_server.engine.config import Config
 from coli_server.engine.families.common import (
+    ROTARY_BUFFERS,
     Family,
     expert_count,
     experts_per_token,
@@ -80,4 +81,4 @@ def _window(config: Config, layers: int) -> int:
     return window if sliding else 0
 
 
-FAMILY = Family("qwen3_moe", read, irrelevant=frozenset({"max_window_layers"}))
+FAMILY = Family("qwen3_moe", read, ignored=(ROTARY_BUFFERS,), irrelevant=frozenset({"max_window_layers"}))
