@@ -36,6 +36,8 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)([KMGT]?)(?:i?B)?", re.ASCII | re.IGNORECASE)
 _LISTEN = re.compile(r"(?:(?P<host>\[[0-9a-fA-F:.]+\]|[^:\s\[\]]*):)?(?P<port>[0-9]{1,5})", re.ASCII)
 
+_HOST = re.compile(r"[0-9A-Za-z.:_%-]{1,255}", re.ASCII)
+
 
 class Accepts(Protocol):
     """What a setting accepts. `str()` of it says so to a person: "a number in (0, 1]"."""
@@ -73,6 +75,19 @@ class Path:
 
     def __str__(self) -> str:
         return "a path"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The name or number of a host, without a port."""
+
+    def parse(self, word: str) -> str:
+        if not _HOST.fullmatch(word):
+            raise ValueError(f"must be {self}")
+        return word
+
+    def __str__(self) -> str:
+        return "the name or address of a host"
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -210,6 +225,17 @@ class Settings:
     )
     tls_key: str | None = _setting(
         NETWORK, None, Path(), "FILE", "its private key, PEM; without it the key is in the certificate's file"
+    )
+
+    metrics_port: int | None = _setting(
+        NETWORK,
+        None,
+        _whole(0, 65_535),
+        "PORT",
+        "where HTTP answers /metrics, /healthz and /readyz; 0 = nowhere; without it 9311, if that is free",
+    )
+    metrics_host: str = _setting(
+        NETWORK, "127.0.0.1", Host(), "HOST", "the address of that port; who reaches it is asked for no token"
     )
 
     model: str | None = _setting(

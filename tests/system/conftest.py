@@ -33,6 +33,7 @@ ENVIRONMENT["COLI_HISTORY"] = "off"  # one test must not learn from another
 
 @dataclass(frozen=True)
 class Daemon:
+ENVIRONMENT["COLI_METRICS_PORT"] = "0"  # many daemons run at the same time
     """A daemon that serves. `log` grows with what it says on standard error."""
 
     host: str

@@ -7,7 +7,7 @@ from coli_server.telemetry.table import FIGURES, HISTOGRAMS, SECTIONS, markdown
 
 # What monitoring already relies on: no name may disappear. An `s` after a name: each session has it too.
 PUBLISHED = """
-version pid uptime_seconds model model_type mode draining
+version pid uptime_seconds model model_type mode ready draining
 connections_current connections_total connections_rejected_total connections_rejected_address_total
 sessions_current sessions_total sessions_evicted_total sessions_expired_total sessions_refused_total
 sessions_unsaved_total busy_queue_total busy_connection_total busy_session_total queue_timeouts_total
@@ -23,8 +23,8 @@ route_distinct_min route_distinct_median route_swap_run_max
 lookups s hits_pin s hits_lru s misses s hit_pct s prefill_lookups s prefill_hits_pin s prefill_hits_lru s
 prefill_misses s loads s load_bytes s load_errors load_seconds wait_seconds evictions
 prefetch_issued prefetch_used prefetch_late prefetch_wasted prefetch_failed prefetch_in_flight
-cache_slots_per_layer cache_bytes cache_capacity_bytes pinned_experts
-kv_bytes kv_capacity_bytes kv_evictions rss_bytes protocol_errors_total slow_readers_total bytes_in_total bytes_out_total
+model_experts layers_resident cache_slots_per_layer cache_bytes cache_capacity_bytes pinned_experts
+kv_bytes kv_capacity_bytes kv_evictions ram_bytes rss_bytes protocol_errors_total slow_readers_total bytes_in_total bytes_out_total
 event_loop_lag_ms_p99
 """
 

@@ -46,7 +46,7 @@ def private_daemon(flags: Mapping[str, str | None]) -> Iterator[Address]:
     if "log_level" not in given(flags, os.environ):
         words["log_level"] = "warning"
     with tempfile.TemporaryDirectory(prefix="coli-") as folder:
-        words["listen"] = f"unix:{folder}/socket"
+        words["listen"], words["metrics_port"] = f"unix:{folder}/socket", "0"
         process = _start(words)
         try:
             yield _wait_until_ready(process)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
 from coli_server import __version__
+from coli_server.daemon.health import Health
 from coli_server.daemon.latency import Latencies
 from coli_server.daemon.meters import Meters
 from coli_server.daemon.options import layered, policy_of
@@ -19,6 +20,7 @@ from coli_server.ranges import ROUTING
 from coli_server.settings import SETTINGS, Path, PathOr, Settings
 from coli_server.telemetry.counters import Counters
 from coli_server.telemetry.histogram import HistogramSnapshot
+from coli_server.telemetry.prometheus import MetricsSnapshot
 from coli_server.telemetry.stat import Value, counter_values, format_value, render
 from coli_server.telemetry.table import FIGURES
 
@@ -53,6 +55,7 @@ class Figures:
         scheduler: Scheduler,
         meters: Meters,
         latencies: Latencies,
+        health: Health,
     ) -> None:
         self._identity = identity
         self._settings = settings
@@ -61,6 +64,7 @@ class Figures:
         self._scheduler = scheduler
         self._meters = meters
         self._latencies = latencies
+        self._health = health
         self._window = Counters()
         self._counted: Mapping[str, Value] = {}
         self._timed: Mapping[str, HistogramSnapshot] = {}
@@ -76,6 +80,15 @@ class Figures:
             name: v for name, v in self._plain_values(snapshot).items() if name in _COUNTER_NAMES
         }
         self._timed = self._latencies.snapshot()
+
+    def metrics(self) -> MetricsSnapshot:
+        """Everything since the daemon started, for Prometheus."""
+        snapshot = self._scheduler.snapshot()
+        counters = _total(snapshot) + self._sessions.outcomes()
+        values = self._plain_values(snapshot) | self._of_counters(counters, self._options)
+        times = dict(self._latencies.snapshot())
+        times |= {"expert_load": snapshot.expert_load, "expert_wait": snapshot.expert_wait}
+        return MetricsSnapshot(values, times)
 
     def everything(self, section: str = "all") -> Pairs:
         """The daemon's figures, all or one section of them."""
@@ -126,6 +139,7 @@ class Figures:
             "model": self._identity.model,
             "model_type": self._identity.model_type,
             "mode": describe_mode(policy_of(self._options), pilot=self._settings.pilot),
+            "ready": self._health.ready,
             "draining": self._scheduler.draining,
             "sessions_current": len(self._sessions),
             "sessions_total": self._sessions.total,
@@ -137,6 +151,7 @@ class Figures:
             "engine_stalled": self._scheduler.stalled,
             "requests_running": self._scheduler.running,
             "requests_waiting": self._scheduler.waiting,
+            "ram_bytes": self._settings.ram,
             "rss_bytes": rss_bytes(),
             "pilot": self._settings.pilot,
             **{name: getattr(snapshot, name) for name in _PREFETCH},
@@ -145,6 +160,8 @@ class Figures:
             "load_seconds": snapshot.load_seconds,
             "wait_seconds": snapshot.wait_seconds,
             "evictions": snapshot.evictions,
+            "model_experts": snapshot.experts,
+            "layers_resident": ",".join(map(str, snapshot.layers_resident)),
             "cache_slots_per_layer": snapshot.slots_per_layer,
             "cache_bytes": snapshot.cache_bytes,
             "cache_capacity_bytes": snapshot.cache_capacity_bytes,
@@ -169,6 +186,18 @@ class Figures:
             "itl_ms_p99": itl.quantile(0.99) * 1000,
             "event_loop_lag_ms_p99": window["event_loop_lag"].quantile(0.99) * 1000,
         }
+
+
+def starting(started: float) -> MetricsSnapshot:
+    """The metrics of a daemon that is still loading its model, since `started`."""
+    uptime = time.monotonic() - started
+    values: dict[str, Value] = {
+        "version": __version__,
+        "uptime_seconds": uptime,
+        "ready": False,
+        "rss_bytes": rss_bytes(),
+    }
+    return MetricsSnapshot(values, {})
 
 
 # Opened once: figures can be told when no file can be opened any more.

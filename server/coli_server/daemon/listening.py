@@ -22,7 +22,7 @@ def bind(settings: Settings) -> list[socket.socket]:
     """
     address = settings.listen
     try:
-        return [_bind_unix(address.path)] if address.path is not None else _bind_tcp(address)
+        return [_bind_unix(address.path)] if address.path is not None else bind_tcp(address)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigurationError(f"COLI_LISTEN is {address}: cannot listen there: {reason}") from None
@@ -55,8 +55,8 @@ def unlink(bound: list[socket.socket]) -> None:
                 os.unlink(one.getsockname())
 
 
-def _bind_tcp(address: Address) -> list[socket.socket]:
-    """One socket for each address of the host; with port 0 all get the first one's port."""
+def bind_tcp(address: Address) -> list[socket.socket]:
+    """One socket for each address of the host; with port 0 all get the first one's port. Raises OSError."""
     found = socket.getaddrinfo(
         address.host or None, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from coli_server.daemon import listening, logs
+from coli_server.daemon import listening, logs, metrics
 from coli_server.daemon.descriptors import raise_descriptor_limit
 from coli_server.daemon.progress import Progress
 from coli_server.daemon.server import Daemon, MakeService, Signals
@@ -64,12 +64,15 @@ def run(configure: Callable[[], Configuration]) -> int:
     raise_descriptor_limit(settings.max_connections)
     inherited = inherited_sockets(os.environ)
     ours = [] if inherited else listening.bind(settings)
+    watched = metrics.bind(settings)
     try:
         listening.check_reach(inherited or ours, settings, tokens=bool(tokens))
         daemon = partial(Daemon, settings=settings, tokens=tokens, tls=tls, notifier=notifier)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             code = runner.run(
-                _serve(settings, inherited or ours, daemon, Reload(configure, settings, tls), notifier)
+                _serve(
+                    settings, inherited or ours, watched, daemon, Reload(configure, settings, tls), notifier
+                )
             )
         if code:
             # The engine may be in the middle of a step: Python must not take away what it uses.
@@ -79,7 +82,7 @@ def run(configure: Callable[[], Configuration]) -> int:
         return code
     finally:
         listening.unlink(ours)
-        for one in inherited or ours:
+        for one in [*(inherited or ours), *watched]:
             one.close()
 
 
@@ -108,6 +111,7 @@ class Reload:
 async def _serve(
     settings: Settings,
     sockets: list[socket.socket],
+    watched: list[socket.socket],
     make_daemon: Callable[[MakeService], Daemon],
     reload: Reload,
     notifier: Notifier,
@@ -117,6 +121,22 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
     make_service = partial(EngineService, partial(_open, settings), max_running=settings.max_running)
     daemon = make_daemon(make_service)
+    port = metrics.MetricsPort(daemon.health, daemon.metrics)
+    await port.start(watched)
+    try:
+        return await _serve_until_signal(settings, sockets, daemon, signals, reload, notifier)
+    finally:
+        port.close()
+
+
+async def _serve_until_signal(
+    settings: Settings,
+    sockets: list[socket.socket],
+    daemon: Daemon,
+    signals: Signals,
+    reload: Reload,
+    notifier: Notifier,
+) -> int:
     starting = asyncio.create_task(daemon.start(sockets))
     interrupted = asyncio.create_task(signals.get())
     await asyncio.wait({starting, interrupted}, return_when=asyncio.FIRST_COMPLETED)
@@ -152,6 +172,9 @@ def _store(settings: Settings) -> StoreOptions:
     history = str(cache_folder() / "history") if settings.history is None else settings.history
     return StoreOptions(
         pilot=settings.pilot,
+        readers=settings.readers,
+        direct=settings.direct,
+        mirror=None if settings.mirror is None else Path(settings.mirror),
         evict=settings.evict,
         trace=None if settings.trace is None else Path(settings.trace),
         history=None if history == "off" else Path(history),

@@ -18,7 +18,7 @@ from coli_server.daemon import listening, scheduler
 from coli_server.daemon.connection import LINGER_SECONDS, Connection
 from coli_server.daemon.core import Core
 from coli_server.daemon.dialogues import Dialogues
-from coli_server.daemon.figures import Figures, Identity
+from coli_server.daemon.figures import Figures, Identity, starting
 from coli_server.daemon.health import Health, Watchdog
 from coli_server.daemon.latency import Latencies
 from coli_server.daemon.meters import Meters
@@ -31,6 +31,7 @@ from coli_server.daemon.tokens import Tokens
 from coli_server.engine import Engine
 from coli_server.engine.api import Event
 from coli_server.settings import Settings
+from coli_server.telemetry.prometheus import MetricsSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,12 @@ class Daemon:
         self.health.started = True
         return engine
 
+    def metrics(self) -> MetricsSnapshot:
+        """What Prometheus is told: everything once the model is loaded, before that only that it is not."""
+        if not self.health.started:
+            return starting(self._started)
+        return self._core.figures.metrics()
+
     def reload(self, tokens: Tokens) -> None:
         """Let other tokens count from now on; clients whose own is not among them are sent away."""
         if self._tokens and not tokens:
@@ -151,6 +158,7 @@ class Daemon:
             scheduler=requests,
             meters=meters,
             latencies=self._latencies,
+            health=self.health,
         )
         prompts = Prompts(engine.text, engine.spec.vocab, engine.context_length, self._executor)
         return Core(settings, options, self._tokens, sessions, dialogues, requests, prompts, figures, meters)

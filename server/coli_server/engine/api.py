@@ -12,6 +12,7 @@ from typing import Literal
 
 from coli_server.routing import RoutePolicy
 from coli_server.telemetry.counters import Counters
+from coli_server.telemetry.histogram import NOTHING_SEEN, HistogramSnapshot
 
 Kind = Literal["gen", "chat", "score"]
 Finish = Literal["stop", "length", "cancelled", "deadline", "drained"]
@@ -146,6 +147,7 @@ class EngineSnapshot:
 
     `sessions` maps the session of each request to its counters; `closed` is the sum over dropped ones;
     the session `~system` holds the work of no session. Global figures are `closed` plus all of `sessions`.
+    `layers_resident` has the number of experts in memory for each MoE layer, of `experts` that it has.
     """
 
     sessions: Mapping[str, Counters] = field(default_factory=dict)
@@ -168,4 +170,8 @@ class EngineSnapshot:
     kv_capacity_bytes: int = 0
     kv_evictions: int = 0
     layer_use: LayerUse = LayerUse()
+    experts: int = 0
+    layers_resident: tuple[int, ...] = ()
+    expert_load: HistogramSnapshot = NOTHING_SEEN
+    expert_wait: HistogramSnapshot = NOTHING_SEEN
     heartbeat: float = 0.0  # time.monotonic() of the end of the last step

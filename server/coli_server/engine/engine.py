@@ -28,6 +28,7 @@ from coli_server.engine.warm import warm as warm_kernels
 from coli_server.errors import ConfigurationError, ModelError
 from coli_server.experts import EVICTION_POLICIES, ExpertCache, HistoryError, Reader, UsageHistory, parse_size
 from coli_server.routing import RoutePolicy
+from coli_server.telemetry.histogram import Histogram
 
 F32 = NDArray[np.float32]
 STOCK = RoutePolicy(mode="off")
@@ -55,6 +56,8 @@ class Engine:
         self.policy = policy
         self.memory = memory
         self.end_ids = end_ids
+        self.expert_load, self.expert_wait = Histogram(), Histogram()
+        layers = [experts.files for experts in checkpoint.experts]
         self.store = store
         self.cache = ExpertCache(
             [experts.files for experts in checkpoint.experts],
@@ -62,6 +65,8 @@ class Engine:
             experts_per_token=self.spec.moe.k,
             reader=reader,
             policy=EVICTION_POLICIES[store.evict],
+            on_read=self.expert_load.observe,
+            on_wait=self.expert_wait.observe,
         )
         self.model = Model(checkpoint, self.cache, pilot=store.pilot)
         self.kinds = checkpoint.weights.kinds

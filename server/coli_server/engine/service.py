@@ -390,6 +390,10 @@ class EngineService:
             kv_capacity_bytes=engine.memory.kv_bytes,
             kv_evictions=self._kv.evictions,
             layer_use=self._read_layer_use(engine),
+            experts=engine.spec.moe.experts,
+            layers_resident=cache.residents,
+            expert_load=engine.expert_load.snapshot(),
+            expert_wait=engine.expert_wait.snapshot(),
             heartbeat=time.monotonic(),
         )
 

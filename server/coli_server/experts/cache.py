@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from coli_server.errors import ConfigurationError
 from coli_server.experts.eviction import LRU, EvictionPolicy
 from coli_server.experts.layout import LayerExperts
-from coli_server.experts.loading import CacheCounters, Loads
+from coli_server.experts.loading import CacheCounters, Loads, Observe, unobserved
 from coli_server.experts.pool import ReadPool
 from coli_server.experts.reader import PreadReader, Reader
 from coli_server.experts.slab import Arena, slab_bytes
@@ -25,7 +25,8 @@ class ExpertCache:
 
     One thread, the engine's, makes every call after the constructor. `readers` read threads, started by the
     constructor, only fill slots. `experts_per_token` is the number of slots a layer that pins leave alone.
-    `reader` replaces plain preadv(2) and is closed with the cache; `policy` replaces LRU.
+    `reader` replaces plain preadv(2) and is closed with the cache; `policy` replaces LRU. `on_read` is told
+    the seconds of each read, `on_wait` those for which each stream that had to load was blocked.
 
     Raises ConfigurationError when there are fewer slots than `experts_per_token` or not enough memory.
     """
@@ -39,6 +40,8 @@ class ExpertCache:
         readers: int = DEFAULT_READERS,
         reader: Reader | None = None,
         policy: Callable[[], EvictionPolicy] = LRU,
+        on_read: Observe = unobserved,
+        on_wait: Observe = unobserved,
     ) -> None:
         if not 1 <= experts_per_token <= slots_per_layer:
             raise ConfigurationError(
@@ -59,7 +62,7 @@ class ExpertCache:
             self._layers[layer.layer] = LayerSlots(layer, memory.reshape(count, -1), policy())
         buffers = [arena.piece(len(layers) + thread, staging) for thread in range(readers)]
         self._pool = ReadPool(PreadReader() if reader is None else reader, buffers)
-        self._loads = Loads(self._pool, self._layers, self.counters)
+        self._loads = Loads(self._pool, self._layers, self.counters, on_read, on_wait)
         self._stream: ExpertStream | None = None
 
     @property
@@ -71,6 +74,11 @@ class ExpertCache:
     def pinned(self) -> int:
         """Pinned experts of all layers."""
         return sum(len(slots.pinned) for slots in self._layers.values())
+
+    @property
+    def residents(self) -> tuple[int, ...]:
+        """Experts in memory, for each of `layers`."""
+        return tuple(len(slots.slot_of) for slots in self._layers.values())
 
     @property
     def bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty
 
@@ -38,18 +38,42 @@ class CacheCounters:
     prefetch_failed: int = 0
 
 
+Observe = Callable[[float], object]
+"""Is told a duration in seconds."""
+
+
+def unobserved(_: float) -> None:
+    """Nobody wants to know."""
+
+
 class Loads:
     """Begins reads and books their ends. Only the engine thread calls it.
+
+    `on_read` is told how long each read took, `on_wait` how long each stream was blocked that had to load.
 
     A prefetched expert lies at the cold end of its layer's eviction policy until it is asked for: what was
     really used is worth more than a guess.
     """
 
-    def __init__(self, pool: ReadPool, layers: Mapping[int, LayerSlots], counters: CacheCounters) -> None:
+    def __init__(
+        self,
+        pool: ReadPool,
+        layers: Mapping[int, LayerSlots],
+        counters: CacheCounters,
+        on_read: Observe = unobserved,
+        on_wait: Observe = unobserved,
+    ) -> None:
+        self.on_wait = on_wait
+        self._on_read = on_read
         self._pool = pool
         self._layers = layers
         self._counters = counters
         self._demanded: list[ReadJob] = []  # over, and not taken by their stream yet
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long `wait` has blocked so far."""
+        return self._counters.wait_seconds
 
     def demand(self, slots: LayerSlots, expert: int, slot: int) -> ReadJob:
         """Begin to read an expert that a stream waits for."""
@@ -158,6 +182,7 @@ class Loads:
     def _book(self, job: ReadJob) -> None:
         counters, slots = self._counters, self._layers[job.layer]
         counters.load_seconds += job.seconds
+        self._on_read(job.seconds)
         if job.error is not None:
             counters.load_errors += 1
         if slots.prefetching.get(job.expert) is not job:

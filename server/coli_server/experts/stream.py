@@ -107,6 +107,7 @@ class LoadingStream(ExpertStream):
         self._begun = {job for job, begun in late.items() if begun}
         self._failed: list[ReadJob] = []
         self._open = True
+        self._waited_before = loads.wait_seconds
         self._hits = [expert for expert in wanted if expert in slots.slot_of]
         absent = [expert for expert in wanted if expert not in slots.slot_of]
         coming = {job.expert for job in late}
@@ -154,6 +155,7 @@ class LoadingStream(ExpertStream):
         self._in_flight = {job for job in self._in_flight if not self._loads.withdraw(job)}
         while self._in_flight:
             self._collect()
+        self._loads.on_wait(self._loads.wait_seconds - self._waited_before)
         slots = self._slots
         for expert in self._wanted:
             if expert in slots.slot_of and expert not in slots.pinned:

@@ -49,6 +49,9 @@ class HistogramSnapshot:
         return 0.0
 
 
+NOTHING_SEEN = HistogramSnapshot((0,) * (len(BOUNDS) + 1), 0.0, 0.0)
+
+
 class Histogram:
     """Counts of durations. One thread observes; a snapshot is a value that anybody may keep."""
 

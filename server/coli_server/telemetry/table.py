@@ -21,8 +21,8 @@ SECTIONS: Mapping[Section, str] = {
 class Figure:
     """One figure. A counter never goes down; a ratio is derived from counters when it is read.
 
-    `prometheus` is the metric that holds the figure (for a quantile: its histogram), empty for a ratio,
-    which is left to the query language. `session` says whether each session has its own value.
+    `prometheus` is the metric that holds the figure (for a quantile: its histogram), empty where there is
+    none: a ratio is left to the query language. `session` says whether each session has its own value.
     """
 
     name: str
@@ -87,6 +87,7 @@ FIGURES: tuple[Figure, ...] = (
     _text("model", "name of the model"),
     _text("model_type", "family of the model, as in its config.json"),
     _text("mode", "what is on, in words: `stock`, or the routing policy and its options"),
+    _gauge(_S, "ready", "1 while new requests can be served: not draining, and the engine moves"),
     _gauge(_S, "draining", "1 while the daemon finishes its work and takes no new one"),
     _gauge(_S, "connections_current", "open connections"),
     _counter(_S, "connections_total", "connections accepted"),
@@ -117,6 +118,9 @@ FIGURES: tuple[Figure, ...] = (
     _own(_S, "generated_tokens_total", "tokens generated", "tokens"),
     _ratio(
         _S, "tok_s", "tokens/s", "generated tokens, but the first of each request, over the time they took"
+    ),
+    _gauge(
+        _S, "ram_bytes", "memory that weights, KV caches and cached experts may take, as --ram says", "bytes"
     ),
     _gauge(_S, "rss_bytes", "memory of the process that is in RAM", "bytes"),
     _counter(_S, "protocol_errors_total", "commands refused because they could not be understood"),
@@ -171,6 +175,16 @@ FIGURES: tuple[Figure, ...] = (
     _counter(_C, "prefetch_wasted", "of these: dropped unused", "experts"),
     _counter(_C, "prefetch_failed", "of these: not read because of an error", "experts"),
     _gauge(_C, "prefetch_in_flight", "of these: loading, or loaded and not asked for yet", "experts"),
+    _gauge(_C, "model_experts", "experts that each MoE layer of the model has", "experts"),
+    Figure(
+        "layers_resident",
+        _C,
+        "text",
+        "experts",
+        "experts in memory, for each MoE layer, with commas between",
+        "",
+        session=False,
+    ),
     _gauge(_C, "cache_slots_per_layer", "experts that a layer has room for", "experts"),
     _gauge(_C, "cache_bytes", "bytes of experts in memory", "bytes"),
     _gauge(_C, "cache_capacity_bytes", "bytes of experts that there is room for", "bytes"),
