@@ -60,7 +60,7 @@ DEFAULT_MODEL = PinnedModel(
         download_size=92_871_040,
     ),
     recipe=_DATA / "smollm2-135m-moe-1.safetensors",
-    recipe_sha256="2c7836ed85cafda55011329defb915dff8c9e6d4844ab0e0c3f68e525cf3498f",
+    recipe_sha256="9349cdbe715837b42c5ff4c41c9b1eea81d5d277e0b3af9f39b299062449707a",
     size=273_000_000,
 )
 
