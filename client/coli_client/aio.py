@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, Unpack, cast
 
 from coli_client import commands, parser
 from coli_client.commands import Command, Options, Request
-from coli_client.defaults import AT_ONCE, CONNECT_TIMEOUT, HOST, PORT, TIMEOUT, Address, IdSource
+from coli_client.defaults import (
+    AT_ONCE,
+    CONNECT_TIMEOUT,
+    HOST,
+    PORT,
+    TIMEOUT,
+    Address,
+    IdSource,
+    tls_context,
+)
 from coli_client.errors import ConnectionLost, Timeout
 from coli_client.link import Link, Stream
 from coli_client.results import Ack, Chunk, Info, Result, Score, Session, StatLine, Stats, Version
@@ -29,6 +39,9 @@ class AsyncClient:
     a `ConnectionLost` the connection is closed and stays so until `connect()`: a silent reconnect would go
     on in another session.
 
+    `token` is shown to a server that asks for one. `tls` encrypts: `True` trusts what the system trusts,
+    `cafile` names a PEM file to trust instead, an `SSLContext` is used as it is.
+
     When the task that awaits a generation is cancelled, so is the request on the server.
     """
 
@@ -39,8 +52,13 @@ class AsyncClient:
         *,
         timeout: float | None = TIMEOUT,
         connect_timeout: float | None = CONNECT_TIMEOUT,
+        token: str | None = None,
+        tls: bool | ssl.SSLContext = False,
+        cafile: str | None = None,
     ) -> None:
         self._address = Address(host, port)
+        self._auth = None if token is None else commands.auth(token)
+        self._tls = tls_context(tls, cafile)
         self._timeout = timeout
         self._connect_timeout = connect_timeout
         self._link: Link | None = None
@@ -48,7 +66,7 @@ class AsyncClient:
         self._ids = IdSource()
 
     async def connect(self) -> None:
-        """Connects; does nothing when connected. Raises `ConnectionLost` or `Timeout`."""
+        """Connects; does nothing when connected. Raises `ConnectionLost`, `Timeout` or `AccessDenied`."""
         try:
             async with self._connecting, asyncio.timeout(self._connect_timeout):
                 if self._link is None or self._link.error is not None:
@@ -63,7 +81,15 @@ class AsyncClient:
         if address.path is not None:
             _, link = await loop.create_unix_connection(lambda: Link(self._timeout), address.path)
         else:
-            _, link = await loop.create_connection(lambda: Link(self._timeout), address.host, address.port)
+            _, link = await loop.create_connection(
+                lambda: Link(self._timeout), address.host, address.port, ssl=self._tls
+            )
+        if self._auth is not None:
+            try:
+                await link.call(self._auth)
+            except BaseException:
+                link.close(ConnectionLost("the server did not take the token"))
+                raise
         return link
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypedDict, TypeVar
 
 from coli_client import parser
@@ -28,6 +28,7 @@ T_co = TypeVar("T_co", covariant=True)
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ID_OR_ANONYMOUS = re.compile(r"~?[A-Za-z0-9._-]{1,64}")
 _SECTION = re.compile(r"[a-z_]{1,32}")
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{1,256}")
 _VERB = re.compile(r"[A-Za-z]{1,32}")
 
 
@@ -66,7 +67,7 @@ class Options(TypedDict, total=False):
 class Command(Generic[T_co]):
     """A command that is answered in order; `parse` makes its value of the reply's lines (`END` left out)."""
 
-    data: bytes
+    data: bytes = field(repr=False)
     parse: Callable[[Sequence[str]], T_co]
     multiline: bool = False
 
@@ -117,6 +118,12 @@ def stat_line() -> Command[StatLine]:
 
 def stat_reset() -> Command[None]:
     return Command(b"STAT reset\n", parser.expect("RESET"))
+
+
+def auth(token: str) -> Command[None]:
+    if not isinstance(token, str) or not _TOKEN.fullmatch(token):
+        raise ValueError("token must be 1 to 256 of letters, digits and -._~+/")  # never show it
+    return Command(_line("AUTH " + str.__str__(token)), parser.expect("OK"))
 
 
 def session(id: str) -> Command[Session]:

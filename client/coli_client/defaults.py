@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import ssl
 from dataclasses import dataclass
 
 HOST = "127.0.0.1"
@@ -29,6 +30,15 @@ class Address:
 
     def __str__(self) -> str:
         return self.host if self.path is not None else f"{self.host}:{self.port}"
+
+
+def tls_context(tls: bool | ssl.SSLContext, cafile: str | None) -> ssl.SSLContext | None:
+    """What to encrypt with, `None` for a plain connection. `cafile` (PEM) says whom to trust, and means TLS."""
+    if isinstance(tls, ssl.SSLContext):
+        if cafile is not None:
+            raise ValueError("cafile goes with tls=True; an SSLContext has its own")
+        return tls
+    return ssl.create_default_context(cafile=cafile) if tls or cafile is not None else None
 
 
 class IdSource:

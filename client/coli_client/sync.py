@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 import time
 import weakref
@@ -15,7 +16,16 @@ from typing import Any, Self, TypeVar, Unpack, cast
 from coli_client import commands, parser
 from coli_client.commands import Command, Options, Request
 from coli_client.connection import Closed, Connection, Done, Event, Failed, Reply
-from coli_client.defaults import AT_ONCE, CONNECT_TIMEOUT, HOST, PORT, TIMEOUT, Address, IdSource
+from coli_client.defaults import (
+    AT_ONCE,
+    CONNECT_TIMEOUT,
+    HOST,
+    PORT,
+    TIMEOUT,
+    Address,
+    IdSource,
+    tls_context,
+)
 from coli_client.errors import ClientInUse, ColiError, ConnectionLost, Timeout
 from coli_client.results import Ack, Chunk, Info, Result, Score, Session, StatLine, Stats, Version
 from coli_client.transcript import Transcript
@@ -35,6 +45,9 @@ class Client:
     waiting request every two seconds); `None` waits for ever. After a `Timeout` or a `ConnectionLost` the
     connection is closed and stays so until `connect()`: a silent reconnect would go on in another session.
 
+    `token` is shown to a server that asks for one. `tls` encrypts: `True` trusts what the system trusts,
+    `cafile` names a PEM file to trust instead, an `SSLContext` is used as it is.
+
     While a generation runs, any other command raises `ClientInUse`. A generation that nobody holds any more
     is cancelled first.
     """
@@ -46,8 +59,13 @@ class Client:
         *,
         timeout: float | None = TIMEOUT,
         connect_timeout: float | None = CONNECT_TIMEOUT,
+        token: str | None = None,
+        tls: bool | ssl.SSLContext = False,
+        cafile: str | None = None,
     ) -> None:
         self._address = Address(host, port)
+        self._auth = None if token is None else commands.auth(token)
+        self._tls = tls_context(tls, cafile)
         self._timeout = timeout
         self._connect_timeout = connect_timeout
         self._channel: _Channel | None = None
@@ -56,9 +74,16 @@ class Client:
         self._ids = IdSource()
 
     def connect(self) -> None:
-        """Connects now; does nothing when connected. Raises `ConnectionLost` or `Timeout`."""
+        """Connects now; does nothing when connected. Raises `ConnectionLost`, `Timeout` or `AccessDenied`."""
         if self._channel is None or self._channel.error is not None:
-            self._channel = _Channel.open(self._address, self._timeout, self._connect_timeout)
+            channel = _Channel.open(self._address, self._timeout, self._connect_timeout, self._tls)
+            if self._auth is not None:
+                try:
+                    channel.call(self._auth)
+                except BaseException:
+                    channel.close(ConnectionLost("the server did not take the token"))
+                    raise
+            self._channel = channel
 
     def close(self) -> None:
         """Ends the connection; what runs on it is cancelled by the server. Safe to call twice."""
@@ -291,9 +316,15 @@ class _Channel:
         self.running: str | None = None
 
     @classmethod
-    def open(cls, address: Address, timeout: float | None, connect_timeout: float | None) -> _Channel:
+    def open(
+        cls,
+        address: Address,
+        timeout: float | None,
+        connect_timeout: float | None,
+        tls: ssl.SSLContext | None,
+    ) -> _Channel:
         try:
-            sock = _connected(address, connect_timeout)
+            sock = _connected(address, connect_timeout, tls)
         except TimeoutError:
             raise Timeout(f"no connection to {address} within {connect_timeout} s") from None
         except OSError as error:
@@ -436,11 +467,17 @@ class _Channel:
         self._events.extend(self._core.close(error))
 
 
-def _connected(address: Address, timeout: float | None) -> socket.socket:
+def _connected(address: Address, timeout: float | None, tls: ssl.SSLContext | None) -> socket.socket:
     if address.path is None:
         sock = socket.create_connection((address.host, address.port), timeout)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return sock
+        if tls is None:
+            return sock
+        try:
+            return tls.wrap_socket(sock, server_hostname=address.host)
+        except BaseException:
+            sock.close()
+            raise
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.settimeout(timeout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,8 @@ import pytest
 
 from coli_server.daemon import listening
 from coli_server.daemon.server import Daemon, Signals
+from coli_server.daemon.supervisor import Notifier
+from coli_server.daemon.tokens import load_tokens
 from coli_server.engine import Engine
 from coli_server.engine.service import EngineService
 from coli_server.settings import Address, Settings
@@ -134,14 +137,22 @@ async def serve(endless_model: Path) -> AsyncIterator[Serve]:
     """Starts daemons, with any settings as keywords."""
     all_running: list[Running] = []
 
-    async def start(model: Path = endless_model, slots: int = 6, **changes: Any) -> Running:
+    async def start(
+        model: Path = endless_model,
+        slots: int = 6,
+        tokens: str = "",
+        tls: ssl.SSLContext | None = None,
+        notifier: Notifier | None = None,
+        **changes: Any,
+    ) -> Running:
         settings = replace(Settings(listen=Address("127.0.0.1", 0), drain_seconds=0.0), **changes)
         open_engine = partial(
             Engine.open, model, experts_per_layer=slots, context=settings.context, threads=1, warm=False
         )
         make_service = partial(EngineService, open_engine, max_running=settings.max_running)
         sockets = listening.bind(settings)
-        daemon = Daemon(make_service, settings)
+        known = load_tokens(None, tokens)
+        daemon = Daemon(make_service, settings, tokens=known, tls=tls, notifier=notifier)
         await daemon.start(sockets)
         signals: Signals = asyncio.Queue()
         ending = asyncio.create_task(daemon.until(signals))

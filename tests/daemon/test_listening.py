@@ -46,9 +46,9 @@ def test_an_address_that_others_can_reach_is_refused_unless_asked_for() -> None:
 
 
 def test_a_socket_of_the_supervisor_that_others_can_reach_is_refused_too() -> None:
-    with socket.create_server(("0.0.0.0", 0)) as one:
-        with pytest.raises(ConfigurationError, match="COLI_INSECURE_BIND"):
-            listening.check_reach([one], Settings(), tokens=False)
+    one = socket.create_server(("0.0.0.0", 0))
+    with closing(one), pytest.raises(ConfigurationError, match="COLI_INSECURE_BIND"):
+        listening.check_reach([one], Settings(), tokens=False)
 
 
 def test_an_unknown_host_is_named() -> None:

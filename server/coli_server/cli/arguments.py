@@ -89,8 +89,22 @@ def connect_address(word: str, source: str) -> Address:
 
 
 def client_of(address: Address) -> Client:
-    """A client, not connected yet, of the daemon that listens there."""
-    return Client(address.host if address.path is None else f"unix:{address.path}", address.port)
+    """A client, not connected yet, of the daemon that listens there.
+
+    COLI_TOKEN is shown to it; with COLI_CAFILE (what to trust, or empty for what the system trusts) the
+    connection is encrypted, but on a Unix socket.
+    """
+    token = os.environ.get("COLI_TOKEN") or None
+    with refusals():
+        if address.path is not None:
+            return Client(f"unix:{address.path}", address.port, token=token)
+        cafile = os.environ.get("COLI_CAFILE")
+        try:
+            return Client(
+                address.host, address.port, token=token, tls=cafile is not None, cafile=cafile or None
+            )
+        except OSError as error:
+            raise ConfigurationError(f"COLI_CAFILE is {cafile!r}: {error.strerror or error}") from None
 
 
 @contextlib.contextmanager

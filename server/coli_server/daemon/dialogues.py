@@ -134,7 +134,7 @@ def _read_all(folder: Path) -> Iterator[Saved]:
             saved = _decode(json.loads(path.read_bytes()), time.time())
             if saved.name != path.stem:
                 raise ValueError("its name is not that of the file")
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             log.error("%s is no kept session and is left alone: %s", path, error)
         else:
             yield saved

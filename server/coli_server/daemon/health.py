@@ -60,7 +60,7 @@ class Watchdog:
         if heartbeat != self._heartbeat or not (busy or self.stalled):
             self._heartbeat = heartbeat
             self._waited = 0.0
-            self.stalled = False
+            self.stalled = self.hopeless = False
             return
         self._waited += min(elapsed, _LONGEST_GAP)
         self.stalled = bool(self._limit) and self._waited >= self._limit
