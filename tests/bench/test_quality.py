@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from coli_server import cli
 from coli_server.bench import quality
 from coli_server.bench.windows import read_texts, windows_of
 from coli_server.cli import bench
@@ -91,3 +93,12 @@ def test_half_of_the_experts_unless_told_otherwise() -> None:
         engine = quality.open_engine(Settings(model=str(TINY), experts_per_layer=slots))
         assert engine.cache.slots_per_layer == expected
         engine.close()
+
+
+def test_lm_eval_without_its_package_names_the_extra(capsys: pytest.CaptureFixture[str]) -> None:
+    if find_spec("lm_eval") is None:
+        assert cli.main(["bench", "lm_eval", "--tasks", "x"]) == 1
+        assert "pip install 'coli[lm-eval]'" in capsys.readouterr().err
+    else:
+        with pytest.raises(SystemExit):
+            cli.main(["bench", "lm_eval"])

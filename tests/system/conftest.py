@@ -13,11 +13,15 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from coli_server.settings import SETTINGS
+
+# An extra of its own, and a large one: its tests are there where it is.
+collect_ignore = [] if find_spec("lm_eval") else ["test_lm_eval.py"]
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
@@ -29,11 +33,11 @@ ENVIRONMENT = {
     if name not in {setting.env for setting in SETTINGS.values()}
 }
 ENVIRONMENT["COLI_HISTORY"] = "off"  # one test must not learn from another
+ENVIRONMENT["COLI_METRICS_PORT"] = "0"  # many daemons run at the same time
 
 
 @dataclass(frozen=True)
 class Daemon:
-ENVIRONMENT["COLI_METRICS_PORT"] = "0"  # many daemons run at the same time
     """A daemon that serves. `log` grows with what it says on standard error."""
 
     host: str

@@ -55,7 +55,7 @@ def _run(name: str, words: Sequence[str]) -> int:
         package = (error.name or "").partition(".")[0]
         if package.startswith("coli"):
             raise
-        extra = "dev" if name == "test" else "server"
+        extra = "dev" if name == "test" else "lm-eval" if package == "lm_eval" else "server"
         return _fail(f"{name} needs the Python package {package}: pip install 'coli[{extra}]'", 1)
     except KeyboardInterrupt:
         return 130

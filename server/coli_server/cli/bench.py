@@ -13,6 +13,7 @@ BENCHES: Mapping[str, str] = {
     "sweep": "misses saved and perplexity paid, over grids of the routing settings",
     "cache": "what eviction policies and cache sizes are worth, from a routing trace",
     "tasks": "multiple choice by log-likelihood",
+    "lm_eval": "tasks of the package lm-eval on a running daemon",
     "free": "what the model writes by itself: loops, variety, length",
     "route": "what choosing experts costs, beside a decoded token",
 }
