@@ -144,9 +144,11 @@ def test_every_key_that_is_read_matters(name: str, tmp_path: Path) -> None:
     asleep = sleeping(config)
     ignored = []
     for key in consumed(config):
-        results = [
-            effect(mutated, key, name, tmp_path / "m", ids, stock) for mutated in mutations(config, key)
-        ]
+        results = set()
+        for mutated in mutations(config, key):
+            results.add(effect(mutated, key, name, tmp_path / "m", ids, stock))
+            if "change" in results:
+                break
         if "none" in results and "change" not in results:
             ignored.append(key)
     assert [key for key in ignored if key not in asleep] == []
