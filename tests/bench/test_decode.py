@@ -76,14 +76,14 @@ def test_in_wide_batches_hardly_anything_is_swapped_and_the_loss_is_hidden(
     tiny: Engine, windows: list[Window]
 ) -> None:
     policy = RoutePolicy(mode="max-rank", j=0, m=8)
+    stock = tiny.logits(windows[0])
     tiny.cache.clear()
-    run = decode_alone(tiny, windows[0], policy, tiny.logits(windows[0]))
-    wide = RoutePolicy(mode="max-rank", j=0, m=8, prefill=True)
+    alone = decode_alone(tiny, windows[0], policy, stock)
     tiny.cache.clear()
-    sequence = tiny.new_sequence(wide, tiny.new_kv(24))
-    tiny.step([Span(sequence, windows[0][:-1], True, 24)])
-    assert sequence.counters.route_slots == run.counters.route_slots
-    assert sequence.counters.route_swaps == 0 < run.counters.route_swaps
+    wide = decode_alone(tiny, windows[0], policy, stock, chunk=23)
+    assert wide.counters.route_slots == alone.counters.route_slots
+    assert wide.counters.route_swaps == 0 < alone.counters.route_swaps
+    assert wide.scores.nll.tolist() == wide.scores.stock_nll.tolist() != alone.scores.nll.tolist()
 
 
 def test_what_is_read_is_counted(tiny: Engine, windows: list[Window]) -> None:

@@ -10,10 +10,13 @@ import pytest
 
 from coli_server import cli
 from coli_server.bench import quality
+from coli_server.bench.command import open_engine
 from coli_server.bench.windows import read_texts, windows_of
 from coli_server.cli import bench
 from coli_server.engine import Engine
 from coli_server.errors import ConfigurationError
+from coli_server.settings import Settings
+from support.served import TINY
 
 SHORT = ["--windows", "2", "--window", "25", "--gate"]
 
@@ -79,18 +82,17 @@ def test_a_text_that_cannot_be_read_is_named(tmp_path: Path) -> None:
             read_texts([tmp_path / name])
 
 
-@pytest.mark.parametrize("words", [["--windows", "0"], ["--window", "x"], ["--cache", "hot"]])
+@pytest.mark.parametrize(
+    "words", [["--windows", "0"], ["--window", "x"], ["--cache", "hot"], ["--chunk", "0"]]
+)
 def test_malformed_flags_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit):
         quality.main(words)
 
 
 def test_half_of_the_experts_unless_told_otherwise() -> None:
-    from coli_server.settings import Settings
-    from support.served import TINY
-
     for slots, expected in ((None, 8), (5, 5)):
-        engine = quality.open_engine(Settings(model=str(TINY), experts_per_layer=slots))
+        engine = open_engine(Settings(model=str(TINY), experts_per_layer=slots))
         assert engine.cache.slots_per_layer == expected
         engine.close()
 
@@ -102,3 +104,11 @@ def test_lm_eval_without_its_package_names_the_extra(capsys: pytest.CaptureFixtu
     else:
         with pytest.raises(SystemExit):
             cli.main(["bench", "lm_eval"])
+
+
+@pytest.mark.parametrize(
+    "words", [["--window", "1"], ["--window", "999999"], ["--chunk", "2", "--route-scope", "session"]]
+)
+def test_what_cannot_be_measured_is_refused(words: list[str], prose: Path) -> None:
+    with pytest.raises(ConfigurationError, match=words[0]):
+        quality.main(["--model", str(TINY), "--text", str(prose), "--window", "16", *words])

@@ -54,15 +54,19 @@ def run_arms(
     arms: Sequence[Arm],
     *,
     warm: bool = False,
+    chunk: int = 1,
     progress: Progress | None = None,
 ) -> list[list[WindowRun]]:
     """Decode every window in every arm; the runs by arm and window.
 
     With a policy in session scope all of it runs in lockstep, each sequence on a logical cache, and nothing
     is timed. In shared scope the arms take turns on the real cache, window by window; before each turn it
-    is empty, or with `warm` in the state that reading the first window leaves behind.
+    is empty, or with `warm` in the state that reading the first window leaves behind. `chunk` tokens share a
+    step there: any number but 1 is for showing what it hides.
     """
     if any(arm.policy.active and arm.policy.scope == "session" for arm in arms):
+        if chunk != 1:
+            raise ConfigurationError("--chunk: in session scope every token is a step of its own")
         return decode_in_lockstep(engine, windows, [arm.policy for arm in arms], progress)[1]
     runs: list[list[WindowRun]] = [[] for _ in arms]
     pilot = engine.model.pilot
@@ -75,7 +79,7 @@ def run_arms(
                 engine.cache.clear()
                 if warm:
                     _read(engine, windows[0])
-                runs[n].append(decode_alone(engine, window, arms[n].policy, stock))
+                runs[n].append(decode_alone(engine, window, arms[n].policy, stock, chunk=chunk))
                 if progress is not None:
                     progress(
                         turn * len(arms) + sum(len(each) > turn for each in runs), len(windows) * len(arms)

@@ -120,22 +120,26 @@ def _lockstep(
     return stock, [found[at : at + count] for at in range(0, len(found), count)]
 
 
-def decode_alone(engine: Engine, window: Window, policy: RoutePolicy, stock: F32) -> WindowRun:
+def decode_alone(
+    engine: Engine, window: Window, policy: RoutePolicy, stock: F32, *, chunk: int = 1
+) -> WindowRun:
     """Decode one window under `policy` on the cache as it is; `stock` are its logits under stock routing.
 
-    The clock runs inside the engine's steps only.
+    The clock runs inside the engine's steps only. More than one token a step, `chunk`, is no decoding any
+    more: it shows what a measurement in wide batches would have said.
     """
     length, seconds, parts = len(window), 0.0, []
     before = engine.cache.counters.load_bytes
     sequence = _sequence(engine, policy, length)
     with tracing(engine) as trace:
         choices = trace.follow(sequence, length - 1)
-        for t in range(length - 1):
-            span = Span(sequence, (window[t],), False, length)
+        for t in range(0, length - 1, chunk):
+            end = min(t + chunk, length - 1)
+            span = Span(sequence, window[t:end], False, length, "all")
             start = time.perf_counter()
             logits = engine.step([span])
             seconds += time.perf_counter() - start
-            parts.append(compare(StockRows.of(stock[t : t + 1]), logits, np.array([window[t + 1]])))
+            parts.append(compare(StockRows.of(stock[t:end]), logits, np.array(window[t + 1 : end + 1])))
     read = engine.cache.counters.load_bytes - before
     return WindowRun(TokenScores.join(parts), sequence.counters, choices, seconds, read)
 

@@ -14,9 +14,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from coli_server.bench.quality import ENGINE_SETTINGS, add_text_arguments, open_engine, positive
+from coli_server.bench.command import ENGINE_SETTINGS, add_text_arguments, open_engine, positive, text_windows
 from coli_server.bench.served import Continuation, Served, served
-from coli_server.bench.windows import Window, read_texts, windows_of
+from coli_server.bench.windows import Window
 from coli_server.engine.api import SamplingOptions
 from coli_server.ranges import ROUTING
 from coli_server.routing import RoutePolicy
@@ -75,7 +75,7 @@ def main(words: Sequence[str]) -> int:
     if not policy.active:
         policy = replace(policy, mode="max-rank")
     engine = open_engine(settings)
-    prompts = windows_of(engine.text, read_texts(arguments.text), arguments.windows, arguments.window)
+    prompts = text_windows(engine, arguments)
     # In shared scope a request sees what others loaded: one at a time, each has the cache to itself.
     with served(engine, 1 if policy.scope == "shared" else 16) as running:
         results = compare(running, prompts, arguments.tokens, policy)

@@ -11,24 +11,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from coli_server.bench.arms import Arm, arms_of, logical_hits, run_arms
+from coli_server.bench.command import (
+    ENGINE_SETTINGS,
+    add_text_arguments,
+    open_engine,
+    positive,
+    show_progress,
+    text_windows,
+)
 from coli_server.bench.gates import DEFAULT, Gate, Verdict, judge, parse_gates
 from coli_server.bench.summary import Interval, Quality, Traffic, quality, traffic
-from coli_server.bench.windows import read_texts, windows_of
+from coli_server.bench.windows import Window
 from coli_server.engine import Engine
-from coli_server.engine.model import Checkpoint
-from coli_server.errors import ConfigurationError
-from coli_server.models import ensure_default_model
 from coli_server.ranges import ROUTING
 from coli_server.routing import RoutePolicy
 from coli_server.settings import Settings, add_arguments, load, policy_arguments
-
-ENGINE_SETTINGS = ("model", "ram", "experts_per_layer", "threads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Report:
     cache: str
     windows: int
     window: int
+    chunk: int
     arms: tuple[ArmReport, ...]
 
 
@@ -60,14 +62,8 @@ def main(words: Sequence[str]) -> int:
     arms = arms_of(arguments.arms, RoutePolicy(**policy_arguments(settings)))
     engine = open_engine(settings)
     try:
-        report = measure(
-            engine,
-            arms,
-            read_texts(arguments.text),
-            arguments.windows,
-            arguments.window,
-            arguments.cache == "warm",
-        )
+        windows = text_windows(engine, arguments)
+        report = measure(engine, arms, windows, warm=arguments.cache == "warm", chunk=arguments.chunk)
     finally:
         engine.close()
     verdicts = verdicts_of(report, gates)
@@ -94,6 +90,13 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
         help="shared scope: the cache before each window: empty, or as after reading the first one (cold)",
     )
     parser.add_argument(
+        "--chunk",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="tokens of a step; more than 1 hides what routing costs, and is there to show that (1)",
+    )
+    parser.add_argument(
         "--gate",
         nargs="?",
         const=DEFAULT,
@@ -106,51 +109,11 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     return arguments, load(vars(arguments), os.environ)
 
 
-def add_text_arguments(parser: argparse.ArgumentParser, *, windows: int, window: int) -> None:
-    """Flags for what is measured on."""
-    parser.add_argument(
-        "--text",
-        type=Path,
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="FILE",
-        help="texts to measure on (default: those that the default model's makers kept for it)",
-    )
-    parser.add_argument("--windows", type=positive, default=windows, metavar="N", help=f"windows ({windows})")
-    parser.add_argument(
-        "--window", type=positive, default=window, metavar="N", help=f"tokens of a window ({window})"
-    )
-
-
-def positive(word: str) -> int:
-    """A whole number above 0, for argparse."""
-    if not word.isascii() or not word.isdigit() or not 0 < int(word) < 2**31:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number above 0")
-    return int(word)
-
-
-def open_engine(settings: Settings, *, all_resident: bool = False) -> Engine:
-    """The engine of these settings, with stock routing of its own.
-
-    Without `experts_per_layer` it holds half of the experts; with `all_resident` as many as the memory.
-    """
-    folder = Path(settings.model) if settings.model else ensure_default_model()
-    slots = settings.experts_per_layer
-    if slots is None and not all_resident:
-        moe = Checkpoint.open(folder).spec.moe
-        slots = max(moe.k, moe.experts // 2)
-    return Engine.open(folder, ram=settings.ram, experts_per_layer=slots, threads=settings.threads or None)
-
-
 def measure(
-    engine: Engine, arms: Sequence[Arm], texts: Sequence[str], count: int, length: int, warm: bool
+    engine: Engine, arms: Sequence[Arm], windows: Sequence[Window], *, warm: bool = False, chunk: int = 1
 ) -> Report:
-    """Run the arms on `count` windows of `length` tokens."""
-    if not 2 <= length <= engine.context_length:
-        raise ConfigurationError(f"--window={length} must be from 2 to {engine.context_length} tokens")
-    windows = windows_of(engine.text, texts, count, length)
-    runs = run_arms(engine, windows, arms, warm=warm, progress=show_progress)
+    """Run the arms on windows of one length."""
+    runs = run_arms(engine, windows, arms, warm=warm, chunk=chunk, progress=show_progress)
     rows = []
     logical = any(arm.policy.active and arm.policy.scope == "session" for arm in arms)
     policy = next((arm.policy for arm in arms if arm.policy.active), arms[0].policy)
@@ -162,7 +125,10 @@ def measure(
         rows.append(ArmReport(arm.name, arm.describe(), traffic(found, hits), quality(found)))
     slots = policy.session_capacity(engine.k, engine.experts) if logical else engine.cache.slots_per_layer
     state = "logical" if logical else "warm" if warm else "cold"
-    return Report(engine.name, engine.experts, engine.k, slots, state, len(windows), length, tuple(rows))
+    length = len(windows[0])
+    return Report(
+        engine.name, engine.experts, engine.k, slots, state, len(windows), length, chunk, tuple(rows)
+    )
 
 
 def verdicts_of(report: Report, gates: tuple[Gate, ...]) -> list[Verdict]:
@@ -171,18 +137,12 @@ def verdicts_of(report: Report, gates: tuple[Gate, ...]) -> list[Verdict]:
     return [verdict for row in arms for verdict in judge(row.arm, row.quality, gates)]
 
 
-def show_progress(done: int, total: int) -> None:
-    """One line on a terminal's standard error, written over."""
-    if sys.stderr.isatty():
-        end = "\n" if done == total else ""
-        print(f"\r{done}/{total} windows", end=end, file=sys.stderr, flush=True)
-
-
 def render(report: Report) -> str:
     """The report as a Markdown table."""
     lines = [
         f"{report.model}: {report.k} of {report.experts} experts, {report.slots} in the cache of a layer "
-        f"({report.cache}); {report.windows} windows of {report.window} tokens",
+        f"({report.cache}); {report.windows} windows of {report.window} tokens, "
+        f"{report.chunk} in a step",
         "",
         "| arm | mode | tok/s | hit % (pin + LRU) | bytes/token | swap % | agree % | route KL "
         "| perplexity | increase % | KL to stock | top-1 % |",

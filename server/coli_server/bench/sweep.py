@@ -17,12 +17,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from coli_server.bench.command import (
+    ENGINE_SETTINGS,
+    add_text_arguments,
+    open_engine,
+    show_progress,
+    text_windows,
+)
 from coli_server.bench.decode import WindowRun, decode_in_lockstep
-from coli_server.bench.quality import ENGINE_SETTINGS, add_text_arguments, open_engine, show_progress
 from coli_server.bench.summary import Quality, quality
 from coli_server.bench.sweep_plot import plot
 from coli_server.bench.trace import Choices, belady_misses, lru_misses
-from coli_server.bench.windows import Window, read_texts, windows_of
+from coli_server.bench.windows import Window
 from coli_server.engine import Engine
 from coli_server.errors import ConfigurationError
 from coli_server.ranges import ROUTING
@@ -107,7 +113,7 @@ def main(words: Sequence[str]) -> int:
     engine = open_engine(load(vars(arguments), os.environ), all_resident=True)
     try:
         grid = _grid(arguments, engine)
-        windows = windows_of(engine.text, read_texts(arguments.text), arguments.windows, arguments.window)
+        windows = text_windows(engine, arguments)
         report = sweep(engine, windows, grid)
     finally:
         engine.close()

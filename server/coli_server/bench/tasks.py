@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from coli_server.bench.quality import ENGINE_SETTINGS, open_engine, positive
+from coli_server.bench.command import ENGINE_SETTINGS, open_engine, positive
 from coli_server.bench.served import Served, served
 from coli_server.engine.scoring import split_tokens
 from coli_server.engine.text import Text

@@ -13,19 +13,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from coli_server.bench.arms import Arm, run_arms
-from coli_server.bench.decode import STOCK, decode_in_lockstep
-from coli_server.bench.gates import Gate, judge, parse_gates
-from coli_server.bench.quality import (
+from coli_server.bench.command import (
     ENGINE_SETTINGS,
     add_text_arguments,
     open_engine,
     positive,
     show_progress,
+    text_windows,
 )
+from coli_server.bench.decode import STOCK, decode_in_lockstep
+from coli_server.bench.gates import Gate, judge, parse_gates
 from coli_server.bench.summary import Quality, quality, traffic
 from coli_server.bench.sweep import Grid
 from coli_server.bench.trace import Choices, lru_misses
-from coli_server.bench.windows import Window, read_texts, windows_of
+from coli_server.bench.windows import Window
 from coli_server.engine import Engine
 from coli_server.routing import RoutePolicy
 from coli_server.settings import SETTINGS, add_arguments, load
@@ -64,7 +65,7 @@ def main(words: Sequence[str]) -> int:
     budget = parse_gates(arguments.budget)
     engine = open_engine(load(vars(arguments), os.environ))
     try:
-        windows = windows_of(engine.text, read_texts(arguments.text), arguments.windows, arguments.window)
+        windows = text_windows(engine, arguments)
         promising = screen(engine, windows, budget)
         print(f"{len(promising)} settings keep {arguments.budget} on logical caches", flush=True)
         stock, candidates = measure(engine, windows, promising[: arguments.time], budget)
