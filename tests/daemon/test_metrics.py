@@ -112,7 +112,9 @@ async def test_metrics_tell_what_stat_tells(client: Any, port: Port) -> None:
     assert told["coli_lookups_total"] == told["coli_hits_lru_total"] + told["coli_misses_total"] > 0
 
 
-async def test_every_figure_and_histogram_of_the_table_is_a_metric(port: Port) -> None:
+async def test_every_figure_and_histogram_of_the_table_is_a_metric(serve: Serve, open_port: Open) -> None:
+    running = await serve(ram=2**31)
+    port = await open_port(running.daemon.health, running.daemon.metrics)
     told = await port.samples()
     expected = {f.prometheus for f in FIGURES if f.kind in ("counter", "gauge") and f.prometheus}
     assert expected | {f"{h.prometheus}_count" for h in HISTOGRAMS} | {"coli_info"} <= told.keys()

@@ -22,6 +22,8 @@ from coli_server.settings import SETTINGS
 
 # An extra of its own, and a large one: its tests are there where it is.
 collect_ignore = [] if find_spec("lm_eval") else ["test_lm_eval.py"]
+# Programs that a machine may have or not.
+collect_ignore += [] if shutil.which("prometheus") else ["test_prometheus.py"]
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "

@@ -15,11 +15,11 @@ engine_stalled engine_stalls_total
 lines_too_long_total payloads_too_large_total half_command_timeouts_total idle_timeouts_total auth_failures_total
 requests_running requests_waiting requests_total s requests_stop_total s requests_length_total s
 requests_cancelled_total s requests_deadline_total s requests_drained_total s requests_error_total s
-prompt_tokens_total s generated_tokens_total s tok_s s ttft_ms_p50 ttft_ms_p99 itl_ms_p50 itl_ms_p99
+prompt_tokens_total s generated_tokens_total s decode_steps s decode_seconds s tok_s s ttft_ms_p50 ttft_ms_p99 itl_ms_p50 itl_ms_p99
 cache_route s route_mode s route_j s route_m s route_p s route_alpha s route_lambda s route_scope s
 route_capacity s route_prefill s pilot
-route_slots s route_swaps s swap_pct s route_agree s route_kl s route_mass_kept s
-route_distinct_min route_distinct_median route_swap_run_max
+route_slots s route_swaps s swap_pct s route_agree s route_rows s route_kl_sum s route_mass_sum s route_kl s
+route_mass_kept s route_distinct_min route_distinct_median route_swap_run_max
 lookups s hits_pin s hits_lru s misses s hit_pct s prefill_lookups s prefill_hits_pin s prefill_hits_lru s
 prefill_misses s loads s load_bytes s load_errors load_seconds wait_seconds evictions
 prefetch_issued prefetch_used prefetch_late prefetch_wasted prefetch_failed prefetch_in_flight

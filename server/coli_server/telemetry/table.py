@@ -116,12 +116,10 @@ FIGURES: tuple[Figure, ...] = (
     _own(_S, "requests_error_total", "requests that failed after ACK"),
     _own(_S, "prompt_tokens_total", "tokens of prompts", "tokens"),
     _own(_S, "generated_tokens_total", "tokens generated", "tokens"),
-    _ratio(
-        _S, "tok_s", "tokens/s", "generated tokens, but the first of each request, over the time they took"
-    ),
-    _gauge(
-        _S, "ram_bytes", "memory that weights, KV caches and cached experts may take, as --ram says", "bytes"
-    ),
+    _own(_S, "decode_steps", "generated tokens, but the first of each request", "tokens"),
+    _own(_S, "decode_seconds", "time from the first to the last token of each request", "s"),
+    _ratio(_S, "tok_s", "tokens/s", "decode_steps / decode_seconds"),
+    _gauge(_S, "ram_bytes", "memory that the process may take, as --ram says", "bytes"),
     _gauge(_S, "rss_bytes", "memory of the process that is in RAM", "bytes"),
     _counter(_S, "protocol_errors_total", "commands refused because they could not be understood"),
     _counter(_S, "lines_too_long_total", "of these: lines over the limit"),
@@ -147,8 +145,11 @@ FIGURES: tuple[Figure, ...] = (
     _own(_R, "route_swaps", "chosen experts that the stock router would not choose", "experts"),
     _ratio(_R, "swap_pct", "%", "100 * route_swaps / route_slots; 0 when nothing was routed"),
     _ratio(_R, "route_agree", "%", "100 - swap_pct; left out when ROUTE_AGREE=0"),
-    _ratio(_R, "route_kl", "nats", "mean divergence from the stock weights; left out when ROUTE_AGREE=0"),
-    _ratio(_R, "route_mass_kept", "", "mean share of the stock gate mass; left out when ROUTE_AGREE=0"),
+    _own(_R, "route_rows", "choices of one token in one layer that were measured for the next figures"),
+    _own(_R, "route_kl_sum", "divergence from the stock weights, summed over route_rows", "nats"),
+    _own(_R, "route_mass_sum", "share of the stock gate mass that was kept, summed over route_rows"),
+    _ratio(_R, "route_kl", "nats", "route_kl_sum / route_rows; left out when ROUTE_AGREE=0"),
+    _ratio(_R, "route_mass_kept", "", "route_mass_sum / route_rows; left out when ROUTE_AGREE=0"),
     _gauge(
         _R, "route_distinct_min", "distinct experts used in the last 1,000 decoded tokens, scarcest layer"
     ),
