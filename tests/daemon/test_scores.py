@@ -81,3 +81,11 @@ async def test_counters_add_up(running: Any, client: Any) -> None:
     assert int(figures["lookups"]) == sum(int(figures[name]) for name in ("hits_pin", "hits_lru", "misses"))
     assert int(figures["prefill_lookups"]) > 0
     assert figures["generated_tokens_total"] == "0"
+
+
+async def test_scores_are_no_generations_in_the_histograms(running: Any, client: Any) -> None:
+    client.send(STOCK)
+    await client.words("DONE")
+    latencies = running.daemon._latencies.snapshot()
+    assert latencies["request"].count == 1
+    assert latencies["decode"].count == 0

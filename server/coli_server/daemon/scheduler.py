@@ -217,7 +217,8 @@ class Scheduler:
         setattr(outcomes, name, getattr(outcomes, name) + 1)
         if isinstance(event, Finished):
             ticket.session.last = (event, ticket.request.policy)
-            self._latencies.decode.observe(event.decode_seconds)
+            if ticket.request.kind != "score":  # nothing is generated there
+                self._latencies.decode.observe(event.decode_seconds)
         self._latencies.request.observe(now - ticket.submitted)
         self._pace.tick(now)
         ticket.ended.set_result(event)
