@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from coli_server.engine import Engine
 from coli_server.models import model_folder
 from coli_server.models.checkpoint import write_model
 from coli_server.models.dense import read_gguf
@@ -127,6 +128,7 @@ def hub(tiny: Any, tmp_path: Path) -> Iterator[Hub]:
 _CHILD = """
 import sys
 from coli_server.errors import ColiError
+from coli_server.engine import Engine
 from coli_server.models import model_folder
 try:
     print(model_folder(sys.argv[1]))
@@ -251,3 +253,11 @@ def test_a_folder_is_given_back_as_it_is(tmp_path: Path) -> None:
 
 def test_without_a_name_it_is_the_default_model(default_model: Path) -> None:
     assert model_folder(None) == default_model
+
+
+def test_the_engine_runs_what_was_pulled(hub: Hub, tmp_path: Path) -> None:
+    engine = Engine.open(_pull(hub, tmp_path / "home").stdout.strip(), warm=False)
+    local = Engine.open(tmp_path / "repository", warm=False)
+    assert engine.generate([5, 6, 7], 4, ignore_eos=True) == local.generate([5, 6, 7], 4, ignore_eos=True)
+    engine.close()
+    local.close()
