@@ -245,8 +245,12 @@ class Settings:
         "FOLDER",
         "a model folder, or OWNER/NAME of the Hugging Face hub; without it the default model is fetched once",
     )
-    ram: int = _setting(
-        MODEL, "2G", Size(2**20, 2**50), "SIZE", "memory for weights, KV caches and cached experts together"
+    ram: int | None = _setting(
+        MODEL,
+        None,
+        Size(2**20, 2**50),
+        "SIZE",
+        "memory of the whole process; without it 80 % of what is available at the start",
     )
     experts_per_layer: int | None = _setting(
         MODEL,

@@ -10,7 +10,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from coli_server.daemon.supervisor import Notifier, inherited_sockets
 from coli_server.daemon.tls import load_certificate, server_context
 from coli_server.daemon.tokens import Tokens, load_tokens
 from coli_server.engine import Engine
+from coli_server.engine.memory import default_ram
 from coli_server.engine.service import EngineService
 from coli_server.engine.store import StoreOptions, describe_mode
 from coli_server.errors import ConfigurationError
@@ -60,6 +61,8 @@ def run(configure: Callable[[], Configuration]) -> int:
     logs.set_up(settings.log_level, settings.log_format)
     if settings.model is None:
         raise ConfigurationError("COLI_MODEL is not given: it must be the path of a folder with a model")
+    if settings.ram is None:
+        settings = replace(settings, ram=default_ram())
     tokens, tls, notifier = configuration.load_tokens(), server_context(settings), Notifier(os.environ)
     raise_descriptor_limit(settings.max_connections)
     inherited = inherited_sockets(os.environ)

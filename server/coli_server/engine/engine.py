@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 
 from coli_server.engine import kernels
 from coli_server.engine.api import SamplingOptions
+from coli_server.engine.code_memory import remember_compiled
 from coli_server.engine.kv import KvCache
-from coli_server.engine.memory import MemoryPlan, plan_memory
+from coli_server.engine.memory import MemoryPlan, default_ram, plan_memory
 from coli_server.engine.model import Checkpoint, Model
 from coli_server.engine.rope import length_threshold
 from coli_server.engine.sampler import Sampler
 from coli_server.engine.step import RouteState, Sequence, Span, Step
-from coli_server.engine.store import StoreOptions
+from coli_server.engine.store import DEFAULT_STORE, StoreOptions, make_reader
 from coli_server.engine.text import Text
 from coli_server.engine.trace import RoutingTrace, TraceHeader
 from coli_server.engine.usage import Usage, identity_of, pin
@@ -32,7 +33,6 @@ from coli_server.telemetry.histogram import Histogram
 
 F32 = NDArray[np.float32]
 STOCK = RoutePolicy(mode="off")
-DEFAULT_STORE = StoreOptions()
 
 PREFILL_CHUNK = 256
 """Prompt tokens of one step. Large enough that kernels reuse each weight many times from a register tile."""
@@ -56,30 +56,35 @@ class Engine:
         self.policy = policy
         self.memory = memory
         self.end_ids = end_ids
+        self.store = store
         self.expert_load, self.expert_wait = Histogram(), Histogram()
         layers = [experts.files for experts in checkpoint.experts]
-        self.store = store
         self.cache = ExpertCache(
-            [experts.files for experts in checkpoint.experts],
+            layers,
             memory.slots_per_layer,
             experts_per_token=self.spec.moe.k,
-            reader=reader,
+            readers=store.readers,
+            reader=make_reader(store, layers, reader),
             policy=EVICTION_POLICIES[store.evict],
             on_read=self.expert_load.observe,
             on_wait=self.expert_wait.observe,
         )
-        self.model = Model(checkpoint, self.cache, pilot=store.pilot)
         self.kinds = checkpoint.weights.kinds
         self._text = text
-        self.usage = self._remember(store.history)
-        self.trace = self._record(store.trace)
+        try:
+            self.model = Model(checkpoint, self.cache, pilot=store.pilot)
+            self.usage = self._remember(store.history)
+            self.trace = self._record(store.trace)
+        except BaseException:
+            self.cache.close()
+            raise
 
     @classmethod
     def open(
         cls,
         path: str | os.PathLike[str],
         *,
-        ram: str | int = "2G",
+        ram: str | int | None = "2G",
         experts_per_layer: int | None = None,
         policy: RoutePolicy = STOCK,
         context: int | None = None,
@@ -92,9 +97,10 @@ class Engine:
     ) -> Engine:
         """Load the Hugging Face folder `path`.
 
-        `ram` is the memory of the whole process, in bytes or as `2G`; `experts_per_layer` limits the expert
-        slots further; `context` is the longest sequence (default: as much as the model and the memory
-        allow); `kv_ram` bytes of `ram` are for KV caches (default: a quarter at most); `threads` run the kernels. `warm` compiles every kernel now instead of at first use.
+        `ram` is the memory of the whole process, in bytes or as `2G` (None: most of what is available);
+        `experts_per_layer` limits the expert slots further; `context` is the longest sequence (default: as much as the model and the memory
+        allow); `kv_ram` bytes of `ram` are for KV caches (default: a quarter at most); `threads` run the
+        kernels. `warm` compiles every kernel now instead of at first use.
         `store` says how experts come into memory. `reader` reads the experts' files in place of plain
         preadv(2) and is closed with the engine. `progress` hears how many of how many pins are loaded.
 
@@ -107,11 +113,12 @@ class Engine:
         text, end_ids = _text_of(folder, checkpoint)
         memory = plan_memory(
             checkpoint,
-            parse_size(ram) if isinstance(ram, str) else ram,
+            default_ram() if ram is None else parse_size(ram) if isinstance(ram, str) else ram,
             experts_per_layer,
             context,
             PREFILL_CHUNK,
             kv_ram,
+            store=store,
         )
         engine = cls(checkpoint, text, memory, policy, end_ids, store, reader)
         try:
@@ -172,6 +179,7 @@ class Engine:
     def warm(self) -> None:
         """Compile every kernel, or load it from the code cache, with this model's types and layouts."""
         warm_kernels(self.spec, self.kinds)
+        remember_compiled(self.spec, self.kinds)
 
     def new_kv(self, capacity: int) -> KvCache:
         """An empty KV cache for `capacity` tokens."""

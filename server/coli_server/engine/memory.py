@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coli_server.engine.code_memory import code_bytes
 from coli_server.engine.kv import kv_bytes_per_token, kv_widths
 from coli_server.engine.model import Checkpoint
 from coli_server.engine.sparse import SCORES_AT_ONCE
 from coli_server.engine.spec import Attention, GroupedQueryAttention, LatentAttention, ModelSpec
 from coli_server.engine.store import DEFAULT_STORE, StoreOptions, reading_bytes
 from coli_server.errors import ConfigurationError
-from coli_server.experts import plan, resident_bytes
+from coli_server.experts import available_memory, plan, resident_bytes
 
 KV_SHARE = 4  # the KV cache gets a quarter of the budget at most
 FULL_CONTEXTS = 4  # and never more than this many sequences of full length
 LEAST_CONTEXT = 256  # tokens; a server that cannot hold these is of no use
-CODE_BYTES = 160 << 20  # what compiling and holding the kernels adds to a fresh process, measured
+AVAILABLE_SHARE = 0.8  # of the memory that is free at the start: what a process takes without being told
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,11 @@ class MemoryPlan:
     context_length: int
     slots_per_layer: int
     cache_bytes: int
+
+
+def default_ram() -> int:
+    """The budget of a process that was given none, in bytes. Raises ConfigurationError."""
+    return int(AVAILABLE_SHARE * available_memory())
 
 
 def plan_memory(
@@ -61,7 +67,7 @@ def plan_memory(
     layers = [experts.files for experts in checkpoint.experts]
     dense = checkpoint.dense_bytes
     activations = activation_bytes(spec, chunk)
-    runtime = resident_bytes() + CODE_BYTES
+    runtime = resident_bytes() + code_bytes(spec, checkpoint.weights.kinds)
 
     def divide(kv: int) -> MemoryPlan:
         found = plan(

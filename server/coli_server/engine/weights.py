@@ -143,8 +143,9 @@ class HeadersOnly(Weights):
     """Stands in for `weights` where only names, shapes and types count: reads nothing, holds zeros."""
 
     def __init__(self, weights: Weights) -> None:
-        super().__init__(weights.index)
+        super().__init__(weights.index, weights.form)
         self._asked = set(weights._asked)
+        self.kinds = weights.kinds  # which kernels will run is known from headers
 
     def _read_f32(self, info: TensorInfo) -> F32:
         return np.broadcast_to(np.zeros((), np.float32), info.shape)
