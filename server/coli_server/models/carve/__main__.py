@@ -37,8 +37,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m coli_server.models.carve", description=__doc__)
     parser.add_argument("out", type=Path, help="the recipe to write")
     parser.add_argument("--work", type=Path, default=cache_folder() / "carve", metavar="FOLDER")
-    parser.add_argument("--addresses", type=int, default=160, metavar="N", help="windows of addresses")
-    parser.add_argument("--novel", type=int, default=40, metavar="N", help="windows of Moby Dick")
+    parser.add_argument("--addresses", type=int, default=64, metavar="N", help="windows of addresses")
+    parser.add_argument("--novel", type=int, default=24, metavar="N", help="windows of Moby Dick")
     arguments = parser.parse_args(words)
     arguments.work.mkdir(parents=True, exist_ok=True)
     downloads = cache_folder() / "downloads"
