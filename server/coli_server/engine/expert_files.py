@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coli_server.engine.families.common import FusedExperts, PackedExperts, SeparateExperts, TensorNames
 from coli_server.engine.kernels import (
@@ -14,6 +14,7 @@ from coli_server.engine.kernels import (
 )
 from coli_server.engine.packed_experts import packed_layer, packed_shape
 from coli_server.engine.spec import Activation, ModelSpec, MoeMlp
+from coli_server.engine.stored_form import ExpertImage, image_name
 from coli_server.engine.weights import KINDS, Weights
 from coli_server.errors import ModelError
 from coli_server.experts import ExpertLayout, ExpertSource, LayerExperts, TensorSlice
@@ -31,6 +32,8 @@ def routed_experts(weights: Weights, names: TensorNames, spec: ModelSpec, layer:
     """Find the routed experts of `layer`. Raises CheckpointError for a missing or misshapen tensor."""
     mlp = spec.layers[layer].mlp
     assert isinstance(mlp, MoeMlp)
+    if weights.form is not None:
+        return _images(weights, weights.form.experts, spec, mlp, layer, names.layer.format(layer=layer))
     if isinstance(names.experts, PackedExperts):
         return _packed(weights, names.experts, spec, mlp, layer, names.layer.format(layer=layer))
     pieces = _fused if isinstance(names.experts, FusedExperts) else _separate
@@ -101,6 +104,21 @@ def _packed(
         packed, spec.hidden, mlp.width, ACTIVATIONS[activation.kind], activation.alpha, activation.limit
     )
     return RoutedExperts(LayerExperts(layer, packed.layout, packed.sources), shape)
+
+
+def _images(
+    weights: Weights, kind: Kind, spec: ModelSpec, mlp: MoeMlp, layer: int, prefix: str
+) -> RoutedExperts:
+    """Experts that lie in a converted folder as they will in their slots."""
+    image = ExpertImage.of(kind, spec.hidden, mlp.width, biased=mlp.expert_bias)
+    weights.kinds.add(kind)
+    sources = tuple(
+        ExpertSource({"image": weights.codes(image_name(prefix, expert), image.nbytes).whole()})
+        for expert in range(mlp.experts)
+    )
+    shape = expert_shape(kind, spec.hidden, mlp.width, mlp.activation, (image.gate, image.up, image.down))
+    shape = replace(shape, gate_bias=image.gate_bias, up_bias=image.up_bias, down_bias=image.down_bias)
+    return RoutedExperts(LayerExperts(layer, ExpertLayout.plain({"image": image.nbytes}), sources), shape)
 
 
 def expert_shape(

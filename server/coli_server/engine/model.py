@@ -23,6 +23,7 @@ from coli_server.engine.pilot import Pilot
 from coli_server.engine.rope import angles
 from coli_server.engine.spec import ModelSpec, MoeMlp, RopeSpec
 from coli_server.engine.step import Step
+from coli_server.engine.stored_form import read_form
 from coli_server.engine.use import RouteUse
 from coli_server.engine.weights import HeadersOnly, Matrix, Weights
 from coli_server.engine.workspace import Workspace
@@ -48,8 +49,10 @@ class Checkpoint:
 
         Raises ConfigError or CheckpointError.
         """
-        family, spec, end_ids = cls.read_config(Config.load(folder / "config.json"), folder)
-        weights = Weights(CheckpointIndex.open(folder))
+        config = Config.load(folder / "config.json")
+        form = read_form(config)
+        family, spec, end_ids = cls.read_config(config, folder)
+        weights = Weights(CheckpointIndex.open(folder), form)
         experts = tuple(routed_experts(weights, family.names, spec, layer) for layer in spec.moe_layers)
         checkpoint = cls(folder, family, spec, weights, experts, end_ids)
         # Every tensor's name, shape and type, before memory is planned or taken; no expert is asked for.

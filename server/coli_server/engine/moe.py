@@ -13,7 +13,7 @@ from coli_server.engine import kernels
 from coli_server.engine.expert_files import expert_shape
 from coli_server.engine.families.common import TensorNames
 from coli_server.engine.grouping import group_pairs, take_groups
-from coli_server.engine.kernels import ExpertShape
+from coli_server.engine.kernels import ExpertShape, row_bytes
 from coli_server.engine.routers import score
 from coli_server.engine.spec import DenseMlp, MoeMlp
 from coli_server.engine.step import RowGroup, Step
@@ -63,13 +63,14 @@ class ResidentMlp:
         up, down = (spec.width, hidden), (hidden, spec.width)
         data, kind = weights.packed([f"{name}.weight" for name in names], [up, up, down])
         own_gate = None if gate is None else weights.matrix([gate], [1], hidden)
-        size = spec.width * hidden * data.itemsize
+        size = spec.width * row_bytes(kind, hidden)
         shape = expert_shape(kind, hidden, spec.width, spec.activation, (0, size, 2 * size))
         if spec.bias:
-            at = 3 * size + -3 * size % 4  # float32, behind the matrices
+            end = data.nbytes
+            at = end + -end % 4  # float32, behind the matrices
             widths = (spec.width, spec.width, hidden)
             biases = [weights.vector(f"{name}.bias", n) for name, n in zip(names, widths, strict=True)]
-            gap = np.zeros((at - 3 * size) // data.itemsize, data.dtype)
+            gap = np.zeros((at - end) // data.itemsize, data.dtype)
             data = np.concatenate([data, gap, np.concatenate(biases).view(data.dtype)])
             up_bias = at + 4 * spec.width
             shape = replace(shape, gate_bias=at, up_bias=up_bias, down_bias=up_bias + 4 * spec.width)

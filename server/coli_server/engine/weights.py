@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coli_server.engine import kernels
-from coli_server.engine.kernels import Kind
+from coli_server.engine.kernels import STORED_AS, Kind, row_bytes
+from coli_server.engine.quantised import dequantise
+from coli_server.engine.stored_form import StoredForm
 from coli_server.errors import ModelError
 from coli_server.experts import CheckpointIndex, TensorInfo
 
 F32 = NDArray[np.float32]
+Stored = NDArray[Any]  # bfloat16 or float16 bits in uint16, float32, or quantised rows in uint8
 KINDS = {"BF16": Kind.BF16, "F16": Kind.F16, "F32": Kind.F32}
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight [outputs, inputs] in its stored type, with an optional float32 bias [outputs]."""
+    """A weight [outputs, inputs] in its stored type, with an optional float32 bias [outputs].
 
-    data: NDArray[np.uint16] | F32
+    `data` is [outputs, inputs], or [outputs, row_bytes] where `kind` is quantised.
+    """
+
+    data: Stored
     kind: Kind
+    inputs: int
     bias: F32 | None = None
 
     def __call__(self, x: F32, out: F32 | None = None) -> F32:
@@ -37,11 +44,14 @@ class Matrix:
 
     def rows(self, ids: NDArray[np.int32]) -> F32:
         """The rows `ids` as float32 [len(ids), inputs]: an embedding lookup."""
-        return to_float32(self.data[ids], self.kind)
+        rows = self.data[ids]
+        return (
+            dequantise(rows, self.kind, self.inputs) if self.kind.quantised else to_float32(rows, self.kind)
+        )
 
 
 def to_float32(data: NDArray[np.uint16] | F32, kind: Kind) -> F32:
-    """Exact conversion of stored weights to float32."""
+    """Exact conversion of stored weights, not quantised, to float32."""
     if kind == Kind.BF16:
         return (data.astype(np.uint32) << 16).view(np.float32)
     if kind == Kind.F16:
@@ -49,20 +59,43 @@ def to_float32(data: NDArray[np.uint16] | F32, kind: Kind) -> F32:
     return np.asarray(data, np.float32)
 
 
-def _common_kind(infos: Sequence[TensorInfo]) -> Kind:
-    """The stored type of all `infos`, or float32 where they differ."""
-    kinds = {KINDS[info.dtype] for info in infos}
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stored matrix [rows, columns]."""
+
+    info: TensorInfo
+    kind: Kind
+    rows: int
+    columns: int
+
+    def items(self, kind: Kind) -> int:
+        """Elements of the array that holds it as `kind`."""
+        return self.rows * row_bytes(kind, self.columns) // int(np.dtype(STORED_AS[kind]).itemsize)
+
+
+def _common_kind(pieces: Sequence[Piece]) -> Kind:
+    """The stored type of all `pieces`, or float32 where they differ."""
+    kinds = {piece.kind for piece in pieces}
     return kinds.pop() if len(kinds) == 1 else Kind.F32
 
 
 class Weights:
-    """Reads tensors of a checkpoint by name, checks their shapes and notes which ones were asked for."""
+    """Reads tensors of a checkpoint by name, checks their shapes and notes which ones were asked for.
 
-    def __init__(self, index: CheckpointIndex) -> None:
+    `form` says how a converted folder is stored.
+    """
+
+    def __init__(self, index: CheckpointIndex, form: StoredForm | None = None) -> None:
         self.index = index
+        self.form = form
         self._asked: set[str] = set()
         self.kinds: set[Kind] = set()
         self.nbytes = 0
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """The tensors that were asked for so far."""
+        return frozenset(self._asked)
 
     def has(self, name: str) -> bool:
         return name in self.index
@@ -94,40 +127,52 @@ class Weights:
             stacked = np.concatenate(
                 [self.vector(f"{name}.bias", rows) for name, rows in zip(names, outputs, strict=True)]
             )
-        return Matrix(data.reshape(-1, inputs), kind, stacked)
+        return Matrix(data.reshape(sum(outputs), -1), kind, inputs, stacked)
 
-    def packed(
-        self, names: Sequence[str], shapes: Sequence[tuple[int, int]]
-    ) -> tuple[NDArray[np.uint16] | F32, Kind]:
-        """Tensors one behind the other in one flat array; in float32 where their stored types differ."""
-        infos = [self.info(name, *shape) for name, shape in zip(names, shapes, strict=True)]
-        kind = _common_kind(infos)
-        return self._read_packed(infos, kind), kind
+    def packed(self, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> tuple[Stored, Kind]:
+        """Matrices one behind the other in one flat array; in float32 where their stored types differ."""
+        pieces = [self._piece(name, *shape) for name, shape in zip(names, shapes, strict=True)]
+        kind = _common_kind(pieces)
+        self.kinds.add(kind)
+        return self._read_packed(pieces, kind), kind
+
+    def _piece(self, name: str, rows: int, columns: int) -> Piece:
+        """The matrix `name`; only that of a converted folder may be of bytes. Raises CheckpointError."""
+        dense = None if self.form is None else self.form.dense
+        if dense is not None and name in self.index and self.index[name].dtype == "U8":
+            return Piece(self.codes(name, rows, row_bytes(dense, columns)), dense, rows, columns)
+        info = self.info(name, rows, columns)
+        return Piece(info, KINDS[info.dtype], rows, columns)
 
     def embeddings(self, name: str, vocab: int, hidden: int) -> Matrix:
         """The embedding table [vocab, hidden]."""
         data, kind = self.packed([name], [(vocab, hidden)])
-        return Matrix(data.reshape(vocab, hidden), kind)
+        return Matrix(data.reshape(vocab, -1), kind, hidden)
 
     def _read_f32(self, info: TensorInfo) -> F32:
         data = self.index.read_f32(info.name)
         self.nbytes += data.nbytes
         return data
 
-    def _read_packed(self, infos: Sequence[TensorInfo], kind: Kind) -> NDArray[np.uint16] | F32:
-        """Values of `infos` as `kind`, flat."""
-        read = self.index.read_f32 if kind == Kind.F32 else self.index.read
-        if len(infos) == 1:  # as it comes: a copy of a large table would need its memory twice
-            data = read(infos[0].name).reshape(-1)
+    def _read_packed(self, pieces: Sequence[Piece], kind: Kind) -> Stored:
+        """Values of `pieces` as `kind`, flat."""
+        if len(pieces) == 1:  # as it comes: a copy of a large table would need its memory twice
+            data = self._read_piece(pieces[0], kind)
         else:
-            size = sum(math.prod(info.shape) for info in infos)
-            data, at = np.empty(size, np.float32 if kind == Kind.F32 else np.uint16), 0
-            for info in infos:
-                part = read(info.name).reshape(-1)
+            data, at = np.empty(sum(piece.items(kind) for piece in pieces), STORED_AS[kind]), 0
+            for piece in pieces:
+                part = self._read_piece(piece, kind)
                 data[at : at + part.size] = part
                 at += part.size
         self.nbytes += data.nbytes
         return data
+
+    def _read_piece(self, piece: Piece, kind: Kind) -> Stored:
+        if piece.kind == kind:
+            return self.index.read(piece.info.name).reshape(-1)
+        if piece.kind.quantised:
+            return dequantise(self.index.read(piece.info.name), piece.kind, piece.columns).reshape(-1)
+        return self.index.read_f32(piece.info.name).reshape(-1)
 
     def refuse_unknown(self, ignored: Sequence[str]) -> None:
         """Raise ModelError for a tensor that nobody asked for and that no pattern of `ignored` matches."""
@@ -150,8 +195,5 @@ class HeadersOnly(Weights):
     def _read_f32(self, info: TensorInfo) -> F32:
         return np.broadcast_to(np.zeros((), np.float32), info.shape)
 
-    def _read_packed(self, infos: Sequence[TensorInfo], kind: Kind) -> NDArray[np.uint16] | F32:
-        size = sum(math.prod(info.shape) for info in infos)
-        if kind == Kind.F32:
-            return np.broadcast_to(np.zeros((), np.float32), size)
-        return np.broadcast_to(np.zeros((), np.uint16), size)
+    def _read_packed(self, pieces: Sequence[Piece], kind: Kind) -> Stored:
+        return np.broadcast_to(np.zeros((), STORED_AS[kind]), sum(piece.items(kind) for piece in pieces))

@@ -1,6 +1,7 @@
 """Perplexity of the default model on held-out text, by experts a token.
 
 python -m coli_server.models.evaluate --experts-per-token 16 12 8 4
+python -m coli_server.models.evaluate --converted FOLDER...      what converting has cost
 """
 
 import argparse
@@ -9,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m coli_server.models.evaluate", description=__doc__)
     parser.add_argument("--model", type=Path, help="a model folder (default: the default model)")
     parser.add_argument("--experts-per-token", type=int, nargs="+", default=[8], metavar="K")
+    parser.add_argument("--converted", type=Path, nargs="+", default=[], help="other forms of the model")
     parser.add_argument("--data-set", default="sotu", choices=["sotu", "moby-dick"])
     parser.add_argument("--windows", type=int, default=32, metavar="N", help=f"{WINDOW} tokens each")
     parser.add_argument("--ram", default="2G", metavar="SIZE")
@@ -33,7 +36,11 @@ def main(words: Sequence[str] | None = None) -> int:
     folder = arguments.model or ensure_default_model()
     names = [name for name in splits()["evaluation"] if name.startswith(arguments.data_set + "/")]
     texts = list(fetch_texts(cache_folder() / "downloads", names).values())
-    for k in arguments.experts_per_token:
+    for converted in arguments.converted:
+        print(
+            f"{converted}: {cost_of(folder, converted, texts, arguments.windows, arguments.ram)}", flush=True
+        )
+    for k in arguments.experts_per_token if not arguments.converted else ():
         with with_experts_per_token(folder, k) as variant:
             engine = Engine.open(variant, ram=arguments.ram)
             windows = token_windows([engine.text.encode(text) for text in texts], arguments.windows)
@@ -41,6 +48,44 @@ def main(words: Sequence[str] | None = None) -> int:
             engine.close()
         print(f"{k} experts a token: perplexity {np.exp(nll.mean()):.3f} over {nll.size} tokens", flush=True)
     return 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What another form of a model costs on the same text: perplexities, the mean Kullback-Leibler
+    divergence in nats from the original's distribution, and how often the likeliest token is the same."""
+
+    tokens: int
+    original: float
+    converted: float
+    kl: float
+    agreement: float
+
+    def __str__(self) -> str:
+        return (
+            f"perplexity {self.original:.3f} -> {self.converted:.3f} "
+            f"({100 * (self.converted / self.original - 1):+.2f} %), KL {self.kl:.5f} nats, "
+            f"same likeliest token {100 * self.agreement:.2f} %, {self.tokens} tokens"
+        )
+
+
+def cost_of(original: Path, converted: Path, texts: Sequence[str], windows: int, ram: str) -> Cost:
+    """Compare two forms of one model on `windows` windows of `texts`."""
+    engines = [Engine.open(folder, ram=ram) for folder in (original, converted)]
+    nll: tuple[list[float], list[float]] = ([], [])
+    kl: list[float] = []
+    same: list[bool] = []
+    for ids in token_windows([engines[0].text.encode(text) for text in texts], windows):
+        p, q = (log_probabilities(engine, ids) for engine in engines)
+        rows, chosen = np.arange(len(p)), np.asarray(ids[1:])
+        for losses, log in zip(nll, (p, q), strict=True):
+            losses += (-log[rows, chosen]).tolist()
+        kl += (np.exp(p) * (p - q)).sum(axis=1).tolist()
+        same += (p.argmax(axis=1) == q.argmax(axis=1)).tolist()
+    for engine in engines:
+        engine.close()
+    before, after = (float(np.exp(np.mean(losses))) for losses in nll)
+    return Cost(len(kl), before, after, float(np.mean(kl)), float(np.mean(same)))
 
 
 @contextmanager
@@ -69,10 +114,15 @@ def token_windows(documents: Sequence[Sequence[int]], count: int) -> list[list[i
 
 def negative_log_likelihood(engine: Engine, ids: Sequence[int]) -> NDArray[np.float64]:
     """-ln p of every token but the first, given those before it, [tokens - 1]."""
+    log = log_probabilities(engine, ids)
+    return np.asarray(-log[np.arange(len(log)), np.asarray(ids[1:])])
+
+
+def log_probabilities(engine: Engine, ids: Sequence[int]) -> NDArray[np.float64]:
+    """ln p of the whole vocabulary behind every token but the last, [tokens - 1, vocab]."""
     logits = engine.logits(ids)[:-1].astype(np.float64)
     logits -= logits.max(axis=-1, keepdims=True)
-    chosen = logits[np.arange(len(logits)), np.asarray(ids[1:])]
-    return np.asarray(np.log(np.exp(logits).sum(axis=-1)) - chosen)
+    return np.asarray(logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True)))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from coli_server.engine.kernels.experts import (  # noqa: E402
     ExpertShape,
     experts_ffn,
 )
-from coli_server.engine.kernels.formats import ITEM_BYTES, Kind  # noqa: E402
+from coli_server.engine.kernels.formats import ITEM_BYTES, STORED_AS, Kind, row_bytes  # noqa: E402
 from coli_server.engine.kernels.heads import HeadShape, split_heads  # noqa: E402
 from coli_server.engine.kernels.linear import linear, linear_heads  # noqa: E402
 from coli_server.engine.kernels.norms import (  # noqa: E402
@@ -35,6 +35,7 @@ __all__ = [
     "ACTIVATION_GELU_TANH",
     "ACTIVATION_SILU",
     "ITEM_BYTES",
+    "STORED_AS",
     "ExpertShape",
     "HeadShape",
     "Kind",
@@ -49,6 +50,7 @@ __all__ = [
     "linear_heads",
     "rms_norm",
     "rope",
+    "row_bytes",
     "setup",
     "silu_mul",
     "split_heads",

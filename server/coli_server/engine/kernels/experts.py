@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 from numba import njit, prange
 
-from coli_server.engine.kernels.formats import ITEM_BYTES, TAGS, Array, Tag
+from coli_server.engine.kernels.formats import TAGS, Array, Tag, row_bytes
 from coli_server.engine.kernels.linear import ROWS_AT_ONCE, SERIAL_WORK, four_rows, one_row, tiles_of_four
 from coli_server.engine.kernels.runtime import thread_count
 from coli_server.engine.kernels.tiles import (
@@ -73,7 +73,7 @@ class ExpertShape:
     def __post_init__(self) -> None:
         if self.kind not in TAGS or self.activation not in (0, 1, 2):
             raise ValueError(f"no kernel for weights of kind {self.kind} with activation {self.activation}")
-        wide, narrow = self.d * ITEM_BYTES[self.kind], self.f * ITEM_BYTES[self.kind]
+        wide, narrow = row_bytes(self.kind, self.d), row_bytes(self.kind, self.f)
         layout = (
             self.d,
             self.f,

@@ -14,7 +14,7 @@ from numba.core import config
 
 LANES = 16
 
-I1, I16, I32, I64 = ir.IntType(1), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 
 Builder = Any
@@ -31,6 +31,8 @@ def host_features() -> frozenset[str]:
 
 HAS_FMA = platform.machine() in ("aarch64", "arm64") or "fma" in host_features()
 HAS_HALF_CONVERSION = platform.machine() in ("aarch64", "arm64") or "f16c" in host_features()
+
+HAS_LOOKUP = "avx512f" in host_features()
 
 
 def vector(element: Any, lanes: int = LANES) -> Any:
@@ -99,6 +101,21 @@ def fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
     if not HAS_FMA:
         return b.fadd(b.fmul(x, y), z)
     return b.call(declare(b, f"llvm.fma.{_mangled(x.type)}", x.type, [x.type] * 3), [x, y, z])
+
+
+def lookup(b: Builder, table: Value, indices: Value) -> Value:
+    """Lane i is the entry of `table`, 16 float32, that the low four bits of `indices`, 16 int32, name.
+
+    Only where HAS_LOOKUP.
+    """
+    kind = vector(F32)
+    function = declare(b, "llvm.x86.avx512.permvar.sf.512", kind, [kind, vector(I32)])
+    return b.call(function, [table, indices])
+
+
+def numbers(values: Sequence[float]) -> Value:
+    """A constant vector of float32."""
+    return ir.Constant(vector(F32, len(values)), [ir.Constant(F32, float(v)) for v in values])
 
 
 def larger(b: Builder, x: Value, y: Value) -> Value:

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit, prange
 
-from coli_server.engine.kernels.formats import TAGS, Array, Tag
+from coli_server.engine.kernels.formats import TAGS, Array, Tag, row_bytes
 from coli_server.engine.kernels.runtime import thread_count
 from coli_server.engine.kernels.tiles import (
     STACK_8,
@@ -127,14 +127,15 @@ def _linear(tag: Tag, x: Array, w: Array, bias: Array, out: Array, threads: int)
 def linear(x: Array, w: Array, kind: int, bias: Array | None = None, out: Array | None = None) -> Array:
     """x @ w.T + bias.
 
-    x float32 [tokens, k], C-contiguous; w [n, k] as `kind` says, its rows at any stride; bias float32 [n] or
+    x float32 [tokens, k], C-contiguous; w [n, k] as `kind` says (quantised rows: uint8 [n, row_bytes]), its
+    rows at any stride; bias float32 [n] or
     None; out float32 [tokens, n], C-contiguous, made if None. An element depends only on its rows of x and w.
 
     Raises ValueError where the shapes do not fit together.
     """
     if out is None:
         out = np.empty((x.shape[0], w.shape[0]), np.float32)
-    if x.shape[1] != w.shape[1] or out.shape != (x.shape[0], w.shape[0]):
+    if row_bytes(kind, x.shape[1]) != w.shape[1] * w.itemsize or out.shape != (x.shape[0], w.shape[0]):
         raise ValueError(f"x {x.shape}, w {w.shape} and out {out.shape} do not fit together")
     _linear(TAGS[kind], x, w, NO_BIAS if bias is None else bias, out, thread_count())
     return out

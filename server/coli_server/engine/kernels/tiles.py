@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
 from coli_server.engine.kernels import lanes as ln
-from coli_server.engine.kernels.formats import format_of
+from coli_server.engine.kernels.formats import Chunk, format_of
 
 
 def _tile(rows: int, columns: int) -> Any:
@@ -32,19 +32,19 @@ def _tile(rows: int, columns: int) -> Any:
         weights = format_of(tag)
 
         def generate(context: Any, b: Any, _signature: Any, args: Any) -> Any:
-            _, xs, ws, ys, shift, k, valid = args
+            value, xs, ws, ys, shift, k, valid = args
             x_rows, w_rows = _addresses(b, xs, rows), _addresses(b, ws, columns)
             sums = [[_accumulator(b) for _ in w_rows] for _ in x_rows]
 
-            def step(offset: Any, mask: Any) -> None:
-                x_offset, w_offset = (b.mul(offset, ln.I64(size)) for size in (4, weights.item_bytes))
-                x = [_load(b, b.add(row, x_offset), mask) for row in x_rows]
+            def step(chunk: Chunk) -> None:
+                offset = b.mul(b.add(chunk.start, ln.I64(ln.LANES * chunk.step)), ln.I64(4))
+                x = [_load(b, b.add(row, offset), chunk.mask) for row in x_rows]
                 for j, row in enumerate(w_rows):
-                    w = weights.load(b, b.add(row, w_offset), mask)
+                    w = weights.load(b, value, row, k, chunk)
                     for i in range(rows):
                         b.store(ln.fma(b, x[i], w, b.load(sums[i][j])), sums[i][j])
 
-            _each_step(b, k, step, unroll=(4,))
+            _each_chunk(b, k, step, unroll=(4,))
             quads = [[b.load(cell) for cell in row[j : j + 4]] for row in sums for j in range(0, columns, 4)]
             results = [ln.sum_four(b, quad) for quad in quads]
             _store_quads(b, results, [b.add(y, shift) for y in _addresses(b, ys, len(results))], valid)
@@ -75,8 +75,13 @@ def _store(b: Any, value: Any, address: Any, mask: Any) -> None:
         ln.store_masked(b, value, address, mask)
 
 
-def _each_step(b: Any, n: Any, body: Callable[[Any, Any], None], unroll: tuple[int, ...] = ()) -> None:
-    """Run body(offset, mask) for every 16 of n elements: without a mask, then once with one for the rest.
+def _each_step(b: Any, n: Any, body: Callable[[Any, Any], None]) -> None:
+    """Run body(offset, mask) for every 16 of n elements: without a mask, then once with one for the rest."""
+    _each_chunk(b, n, lambda chunk: body(chunk.start, chunk.mask))
+
+
+def _each_chunk(b: Any, n: Any, body: Callable[[Chunk], None], unroll: tuple[int, ...] = ()) -> None:
+    """Run `body` for every 16 of n elements: without a mask, then once with one for the rest.
 
     `unroll` are the numbers of steps to run as one as long as so many are left, falling.
     """
@@ -86,11 +91,11 @@ def _each_step(b: Any, n: Any, body: Callable[[Any, Any], None], unroll: tuple[i
         until = b.and_(n, ln.I64(-size))
         with cgutils.for_range_slice(b, done, until, ln.I64(size), ln.I64) as (offset, _):
             for step in range(steps):
-                body(b.add(offset, ln.I64(ln.LANES * step)), None)
+                body(Chunk(offset, step, steps, None))
         done = until
     rest = b.sub(n, done)
     with b.if_then(b.icmp_signed(">", rest, ln.I64(0)), likely=False):
-        body(done, ln.first_lanes(b, rest))
+        body(Chunk(done, 0, 1, ln.first_lanes(b, rest)))
 
 
 def _store_quads(b: Any, quads: list[Any], addresses: list[Any], valid: Any) -> None:

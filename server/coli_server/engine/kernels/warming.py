@@ -6,13 +6,11 @@ import numpy as np
 
 from coli_server.engine.kernels.attention import attention
 from coli_server.engine.kernels.experts import ExpertShape, experts_ffn
-from coli_server.engine.kernels.formats import ITEM_BYTES, Kind
+from coli_server.engine.kernels.formats import STORED_AS, Array, Kind, row_bytes
 from coli_server.engine.kernels.heads import HeadShape, split_heads
 from coli_server.engine.kernels.linear import linear, linear_heads
 from coli_server.engine.kernels.norms import add_rms_norm, combine, layer_norm, rms_norm, silu_mul
 from coli_server.engine.kernels.rotary import rope
-
-_ELEMENTS = {2: np.uint16, 4: np.float32}
 
 
 def warm(
@@ -28,7 +26,7 @@ def warm(
     """
     matrices = sorted(set(kinds))
     for kind in matrices:
-        linear(_zeros(1, 4), np.zeros((4, 4), _ELEMENTS[ITEM_BYTES[kind]]), kind)
+        linear(_zeros(1, 4), _weights(kind), kind)
     for kind in matrices if expert_kinds is None else sorted(set(expert_kinds)):
         _warm_experts(kind)
     row, width = _zeros(1, 4), np.zeros(4, np.float32)
@@ -40,7 +38,8 @@ def warm(
         rope(_zeros(1, 1, 4), _zeros(1, 2), _zeros(1, 2), interleaved)
     if latent:
         for kind in matrices:
-            linear_heads(_zeros(1, 1, 4), np.zeros((1, 4, 4), _ELEMENTS[ITEM_BYTES[kind]]), kind)
+            if not Kind(kind).quantised:
+                linear_heads(_zeros(1, 1, 4), _weights(kind)[None], kind)
     keys = _zeros(2, 1, 6)
     values = keys[:, :, :4] if latent else _zeros(2, 1, 4)
     attention(_zeros(1, 1, 6), keys, values, np.zeros(1, np.int32), 1.0)
@@ -51,13 +50,19 @@ def warm(
 
 
 def _warm_experts(kind: int) -> None:
-    size = ITEM_BYTES[kind]
-    slot = np.zeros(3 * 16 * size, np.uint8)
-    shape = ExpertShape(kind, d=4, f=4, gate_offset=0, up_offset=16 * size, down_offset=32 * size)
+    size = _weights(kind).nbytes
+    slot = np.zeros(3 * size, np.uint8)
+    shape = ExpertShape(kind, d=4, f=4, gate_offset=0, up_offset=size, down_offset=2 * size)
     one, start = np.zeros(1, np.int32), np.array([0, 1], np.int32)
     experts_ffn(
         _zeros(1, 4), one, start, np.array([slot.ctypes.data]), shape, _zeros(1, 4), _zeros(1, 4), one
     )
+
+
+def _weights(kind: int) -> Array:
+    """Four rows of four weights."""
+    item = np.dtype(STORED_AS[kind])
+    return np.zeros((4, row_bytes(kind, 4) // item.itemsize), item)
 
 
 def _zeros(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
