@@ -98,11 +98,11 @@ class Engine:
         """Load the Hugging Face folder `path`.
 
         `ram` is the memory of the whole process, in bytes or as `2G` (None: most of what is available);
-        `experts_per_layer` limits the expert slots further; `context` is the longest sequence (default: as much as the model and the memory
-        allow); `kv_ram` bytes of `ram` are for KV caches (default: a quarter at most); `threads` run the
-        kernels. `warm` compiles every kernel now instead of at first use.
-        `store` says how experts come into memory. `reader` reads the experts' files in place of plain
-        preadv(2) and is closed with the engine. `progress` hears how many of how many pins are loaded.
+        `experts_per_layer` limits the expert slots further; `context` is the longest sequence (default: as
+        much as the model and the memory allow); `kv_ram` bytes of `ram` are for KV caches (default: a
+        quarter at most); `threads` run the kernels; `warm` compiles every kernel now instead of at first
+        use; `store` says how experts come into memory; `reader` reads the experts' files in place of plain
+        preadv(2) and is closed with the engine; `progress` hears how many of how many pins are loaded.
 
         Raises ModelError for a folder that is broken or not understood, ConfigurationError for a setting
         that cannot work; both name the culprit.

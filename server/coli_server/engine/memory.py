@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from coli_server.engine.code_memory import code_bytes
 from coli_server.engine.kv import kv_bytes_per_token, kv_widths
@@ -63,42 +64,37 @@ def plan_memory(
     least = (context or min(longest, LEAST_CONTEXT)) * token
     if kv_ram is not None and kv_ram < least:
         raise ConfigurationError(f"--kv-ram={kv_ram} is too small: one request needs at least {least} bytes")
-    wanted = kv_ram or max(least, min(ram // KV_SHARE, FULL_CONTEXTS * longest * token))
     layers = [experts.files for experts in checkpoint.experts]
-    dense = checkpoint.dense_bytes
-    activations = activation_bytes(spec, chunk)
-    runtime = resident_bytes() + code_bytes(spec, checkpoint.weights.kinds)
-
-    def divide(kv: int) -> MemoryPlan:
-        found = plan(
-            ram,
-            dense_bytes=dense,
-            kv_bytes=kv,
-            activation_bytes=activations,
-            staging_bytes=reading_bytes(store, layers),
-            slot_bytes=[layer.layout.slot_bytes for layer in layers],
-            experts=[layer.experts for layer in layers],
-            k=spec.moe.k,
-            experts_per_layer=experts_per_layer,
-            runtime_bytes=runtime,
-        )
-        return MemoryPlan(
-            ram,
-            dense,
-            kv,
-            token,
-            activations,
-            min(longest, kv // token),
-            found.slots_per_layer,
-            found.cache_bytes,
-        )
-
-    try:
-        return divide(wanted)
-    except ConfigurationError:
-        if kv_ram is not None:
-            raise
-        return divide(least)  # a short context beats no service; raises again if even that is too much
+    dense, activations = checkpoint.dense_bytes, activation_bytes(spec, chunk)
+    price = partial(
+        plan,
+        ram,
+        dense_bytes=dense,
+        activation_bytes=activations,
+        staging_bytes=reading_bytes(store, layers),
+        slot_bytes=[layer.layout.slot_bytes for layer in layers],
+        experts=[layer.experts for layer in layers],
+        k=spec.moe.k,
+        runtime_bytes=resident_bytes() + code_bytes(spec, checkpoint.weights.kinds),
+    )
+    fewest = spec.moe.k if experts_per_layer is None else min(experts_per_layer, spec.moe.k)
+    smallest = price(kv_bytes=kv_ram or least, experts_per_layer=fewest)
+    kv = kv_ram
+    if kv is None:
+        wanted = max(least, min(ram // KV_SHARE, FULL_CONTEXTS * longest * token))
+        # A short budget is halved between more context and more experts: neither alone is of much use.
+        kv = least + min(wanted - least, (ram - smallest.total_bytes) // 2)
+    found = price(kv_bytes=kv, experts_per_layer=experts_per_layer)
+    return MemoryPlan(
+        ram,
+        dense,
+        kv,
+        token,
+        activations,
+        min(longest, kv // token),
+        found.slots_per_layer,
+        found.cache_bytes,
+    )
 
 
 def activation_bytes(spec: ModelSpec, rows: int) -> int:
