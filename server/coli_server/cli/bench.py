@@ -15,6 +15,8 @@ BENCHES: Mapping[str, str] = {
     "tasks": "multiple choice by log-likelihood",
     "lm_eval": "tasks of the package lm-eval on a running daemon",
     "free": "what the model writes by itself: loops, variety, length",
+    "serve": "load on a running daemon: many clients, times as they see them",
+    "soak": "the same for long, with clients that are killed: what stays behind?",
     "route": "what choosing experts costs, beside a decoded token",
 }
 DEFAULT = "quality"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -152,6 +153,7 @@ class Figures:
             "requests_running": self._scheduler.running,
             "requests_waiting": self._scheduler.waiting,
             "ram_bytes": self._settings.ram,
+            "loop_tasks": len(asyncio.all_tasks()),
             "rss_bytes": rss_bytes(),
             "pilot": self._settings.pilot,
             **{name: getattr(snapshot, name) for name in _PREFETCH},

@@ -120,6 +120,7 @@ FIGURES: tuple[Figure, ...] = (
     _own(_S, "decode_seconds", "time from the first to the last token of each request", "s"),
     _ratio(_S, "tok_s", "tokens/s", "decode_steps / decode_seconds"),
     _gauge(_S, "ram_bytes", "memory that the process may take, as --ram says", "bytes"),
+    _gauge(_S, "loop_tasks", "tasks of the event loop: a few, one a connection, one a request"),
     _gauge(_S, "rss_bytes", "memory of the process that is in RAM", "bytes"),
     _counter(_S, "protocol_errors_total", "commands refused because they could not be understood"),
     _counter(_S, "lines_too_long_total", "of these: lines over the limit"),
