@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from coli_server.errors import ConfigurationError
 
 BENCHES: Mapping[str, str] = {
+    "speed": "speed against llama.cpp and against what memory and disk allow",
     "quality": "speed and its price in quality: cache-aware routing and prefetch, on and off",
     "sweep": "misses saved and perplexity paid, over grids of the routing settings",
     "cache": "what eviction policies and cache sizes are worth, from a routing trace",
