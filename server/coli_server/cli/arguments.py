@@ -88,6 +88,24 @@ def connect_address(word: str, source: str) -> Address:
         raise ConfigurationError(f"{word!r} (from {source}) must be HOST:PORT, PORT or unix:PATH") from None
 
 
+def add_connect_argument(parser: argparse.ArgumentParser) -> None:
+    """`--connect`, for commands that need a running daemon."""
+    listen = SETTINGS["listen"]
+    parser.add_argument(
+        "--connect",
+        metavar="ADDRESS",
+        help=f"where the daemon listens [{listen.env}, default {listen.default}]",
+    )
+
+
+def daemon_address(arguments: argparse.Namespace) -> Address:
+    """The address that `--connect`, else the environment, else the default says."""
+    listen = SETTINGS["listen"]
+    if arguments.connect is not None:
+        return connect_address(arguments.connect, "--connect")
+    return connect_address(os.environ.get(listen.env) or str(listen.default), f"{listen.env} or the default")
+
+
 def client_of(address: Address) -> Client:
     """A client, not connected yet, of the daemon that listens there.
 
