@@ -58,7 +58,7 @@ def set_level(level: str) -> None:
 
 def access(fields: Mapping[str, Field]) -> None:
     """Write the line of a request that is over."""
-    access_log.info("request", extra={"fields": fields})
+    access_log.info("request over", extra={"fields": fields})
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, Field]:
