@@ -46,6 +46,6 @@ def _warm_unpacking(spec: ModelSpec, kinds: Collection[int]) -> None:
     if spec.moe.mxfp4:
         unpack_mxfp4(np.zeros(16, np.uint8), np.zeros(1, np.uint8), np.zeros(32, np.uint16))
     elif spec.moe.expert_bias:
-        for item in {ITEM_BYTES[kind] for kind in kinds}:
+        for item in {ITEM_BYTES[kind] for kind in kinds if kind in ITEM_BYTES}:
             square = np.zeros((2, 2), np.uint16 if item == 2 else np.uint32)
             transpose(square, square.copy())
