@@ -139,7 +139,7 @@ def test_with_compiled_kernels_a_smaller_budget_works_and_is_kept(model: Path) -
     found = run(model, least(model))
     check(found)
     assert found["slots"] >= 8
-    assert parse_size(least(model)) < parse_size("300M")
+    assert parse_size(least(model)) < parse_size("400M")
 
 
 def test_a_short_budget_is_shared_between_context_and_experts(model: Path) -> None:
