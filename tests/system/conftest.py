@@ -24,6 +24,7 @@ from coli_server.settings import SETTINGS
 collect_ignore = [] if find_spec("lm_eval") else ["test_lm_eval.py"]
 # Programs that a machine may have or not.
 collect_ignore += [] if shutil.which("prometheus") else ["test_prometheus.py"]
+collect_ignore += [] if shutil.which("haproxy") else ["test_haproxy.py"]
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "

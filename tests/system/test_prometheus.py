@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import socket
 import subprocess
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from coli_client import Client, ColiError
+from support.ports import free_port
 
 if TYPE_CHECKING:
     from tests.system.conftest import Daemon, StartDaemon
@@ -55,11 +55,6 @@ class Prometheus:
         with suppress(urllib.error.URLError, ConnectionError, IndexError):
             return int(self.ask("query", query="count_over_time(coli_ready[5m])")["result"][0]["value"][1])
         return 0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return int(one.getsockname()[1])
 
 
 def work(daemon: Daemon, done: threading.Event) -> None:

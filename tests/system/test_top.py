@@ -12,7 +12,6 @@ import select
 import shlex
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 
 from coli_client import Client
+from support.ports import free_port
 
 if TYPE_CHECKING:
     from tests.system.conftest import Daemon, RunColi, StartDaemon
@@ -37,8 +37,7 @@ SERVED = ("--ram", "2G", "--experts-per-layer", "6")
 
 
 def free_place() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return f"127.0.0.1:{one.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 class Terminal(Protocol):
