@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coli_server.engine.api import (
+    SYSTEM,
     EngineSnapshot,
     Event,
     Failed,
@@ -42,9 +43,6 @@ NICE = 10
 
 SHARED_CHUNK = 32
 """Prompt tokens of a step that also decodes: running sequences wait for them."""
-
-SYSTEM = "~system"
-"""The session of work that belongs to no request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +258,7 @@ class EngineService:
         return generation
 
     def _step(self, engine: Engine) -> None:
-        """One step of everything that decodes, and of the first request whose prompt is not read yet.
+        """One step of everything that decodes, and of one request whose prompt is not read yet, in turns.
 
         Texts to be scored are many and short: as many as fill the step are read together.
         """
@@ -273,6 +271,8 @@ class EngineService:
             batch.append((generation, span))
             room -= len(span.ids)
             wanted += span.wanted
+            # Who has read goes behind the others: a long prompt does not hold up the short ones.
+            self._running[generation.request.key] = self._running.pop(generation.request.key)
             if room <= 0 or wanted >= LOGIT_ROWS or generation.request.kind != "score":
                 break
         try:
