@@ -310,7 +310,7 @@ class Settings:
         "lru",
         Choices(tuple((word, word) for word in ("lru", "lfu", "learned"))),
         "POLICY",
-        "which expert a full layer gives up: lru (last used), lfu (used least, lately), learned (by its rate)",
+        "which expert a full layer gives up: lru (last used), lfu (least used lately), learned (by its rate)",
     )
     trace: str | None = _setting(
         STORE, None, Path(), "FILE", "record routing in this file, for `coli bench cache`"

@@ -210,3 +210,19 @@ def test_nan_weights_fail_only_the_request_that_meets_them(serve: Serve, policy:
         assert served.finish(good)[1]
     finally:
         table[7] = saved
+
+
+def test_memory_pressure_cannot_change_a_dialogue_in_session_scope(serve: Serve) -> None:
+    """Whether the KV of an answer survives until the next turn is a matter of memory, not of the request."""
+    policy = RoutePolicy(mode="max-rank", j=0, m=16, scope="session", capacity=4)
+    drawn = SamplingOptions(temperature=2.0, seed=4)
+    turns = []
+    for evicted in (False, True):
+        served = serve()
+        finished, ids = served.run(PROMPTS[1], 12, kind="chat", policy=policy, sampling=drawn)
+        assert finished.counters.route_swaps > 0
+        if evicted:
+            served.service.forget("s")
+        longer = [*PROMPTS[1], *ids, 3, 4]
+        turns.append(served.run(longer, 12, kind="chat", policy=policy, sampling=drawn)[1])
+    assert turns[0] == turns[1]

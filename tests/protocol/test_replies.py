@@ -51,10 +51,10 @@ def test_lines_of_a_generation() -> None:
 
 def test_figures_that_were_not_measured_are_left_out() -> None:
     routing = Routing(swap_pct=0.0, swaps=0, slots=0, agree=None, kl=None)
-    summary = Summary("cancelled", 0, 5, 0, None, 0.0, 0.0, 0, routing, "stock", "shared")
+    summary = Summary("cancelled", 0, 5, 0, 0.0, 0.0, 0.0, 0, routing, "stock", "shared")
     assert replies.done("7", summary) == (
-        b"DONE 7 finish=cancelled tokens=0 prompt_tokens=5 seed=0 tok_s=0.00 hit_pct=0.0 lookups=0 "
-        b"swap_pct=0.0 route_swaps=0 route_slots=0 mode=stock scope=shared\n"
+        b"DONE 7 finish=cancelled tokens=0 prompt_tokens=5 seed=0 ttft_ms=0.0 tok_s=0.00 "
+        b"hit_pct=0.0 lookups=0 swap_pct=0.0 route_swaps=0 route_slots=0 mode=stock scope=shared\n"
     )
 
 

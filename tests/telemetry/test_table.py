@@ -16,7 +16,8 @@ lines_too_long_total payloads_too_large_total half_command_timeouts_total idle_t
 auth_failures_total
 requests_running requests_waiting requests_total s requests_stop_total s requests_length_total s
 requests_cancelled_total s requests_deadline_total s requests_drained_total s requests_error_total s
-prompt_tokens_total s generated_tokens_total s decode_steps s decode_seconds s tok_s s ttft_ms_p50 ttft_ms_p99 itl_ms_p50 itl_ms_p99
+prompt_tokens_total s generated_tokens_total s decode_steps s decode_seconds s tok_s s
+ttft_ms_p50 ttft_ms_p99 itl_ms_p50 itl_ms_p99
 cache_route s route_mode s route_j s route_m s route_p s route_alpha s route_lambda s route_scope s
 route_capacity s route_prefill s pilot
 route_slots s route_swaps s swap_pct s route_agree s route_rows s route_kl_sum s route_mass_sum s route_kl s

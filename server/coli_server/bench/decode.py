@@ -16,10 +16,10 @@ from coli_server.bench.scores import F32, StockRows, TokenScores, compare
 from coli_server.bench.trace import Choices, ChoiceTrace, tracing
 from coli_server.bench.windows import Window
 from coli_server.engine import Engine
+from coli_server.engine.figures import Counters
 from coli_server.engine.step import Sequence as Running
 from coli_server.engine.step import Span
 from coli_server.routing import RoutePolicy
-from coli_server.telemetry.counters import Counters
 
 STOCK = RoutePolicy(mode="off")
 BLOCK = 16

@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass, replace
 from coli_server.bench.command import ENGINE_SETTINGS, add_text_arguments, open_engine, positive, text_windows
 from coli_server.bench.served import Continuation, Served, served
 from coli_server.bench.windows import Window
+from coli_server.engine import figures as ratios
 from coli_server.engine.api import SamplingOptions
+from coli_server.engine.figures import Counters
 from coli_server.ranges import ROUTING
 from coli_server.routing import RoutePolicy
 from coli_server.settings import add_arguments, load, policy_arguments
-from coli_server.telemetry import counters as ratios
-from coli_server.telemetry.counters import Counters
 
 REPEAT = 4
 """Tokens of a sequence that counts as a repetition when it occurs again in the same text."""

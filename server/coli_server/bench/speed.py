@@ -6,6 +6,7 @@ meanwhile. The benchmark model is made on the first run: 7 GB for 8 layers, and 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -21,7 +22,6 @@ from typing import Any
 from coli_server.bench.speed_daemon import daemon_rows
 from coli_server.bench.speed_model import EXPERTS, VOCAB, make_gguf, make_model
 from coli_server.bench.speed_report import Report, Row
-from coli_server.cli.arguments import make_parser
 from coli_server.errors import ConfigurationError, ModelError
 from coli_server.models.convert import Conversion, convert
 from coli_server.settings import cache_folder
@@ -38,7 +38,12 @@ _UNSET = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 
 
 def main(words: Sequence[str]) -> int:
-    parser = make_parser("bench speed", __doc__)
+    parser = argparse.ArgumentParser(
+        prog="coli bench speed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--folder", type=Path, help="where the models are kept (the cache folder)")
     parser.add_argument("--layers", type=int, default=8, metavar="N", help="of the benchmark model (8)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of both programs (2)")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coli_server.experts import CheckpointIndex
+from coli_server.engine.model import Checkpoint
 from coli_server.models.checkpoint import Tensor, write_shard
 from coli_server.models.dense import bfloat16_bits, bfloat16_values
 
@@ -140,7 +140,7 @@ def make_gguf(model: Path, say: Say) -> Path:
     from gguf import GGMLQuantizationType, GGUFWriter
 
     part = made.with_name(made.name + ".partial")
-    index, layers = CheckpointIndex.open(model), json.loads((model / "config.json").read_text())
+    index, layers = Checkpoint.open(model).weights.index, json.loads((model / "config.json").read_text())
     writer = GGUFWriter(part, "olmoe", use_temp_file=False)
     _add_metadata(writer, int(layers["num_hidden_layers"]))
 

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coli_server.bench.decode import WindowRun
-from coli_server.telemetry import counters as ratios
-from coli_server.telemetry.counters import Counters
+from coli_server.engine import figures as ratios
+from coli_server.engine.figures import Counters
 
 F64 = NDArray[np.float64]
 RESAMPLES = 1000

@@ -30,12 +30,12 @@ from coli_server.bench.sweep_plot import plot
 from coli_server.bench.trace import Choices, belady_misses, lru_misses
 from coli_server.bench.windows import Window
 from coli_server.engine import Engine
+from coli_server.engine import figures as ratios
+from coli_server.engine.figures import Counters
 from coli_server.errors import ConfigurationError
 from coli_server.ranges import ROUTING
 from coli_server.routing import RoutePolicy
 from coli_server.settings import add_arguments, load
-from coli_server.telemetry import counters as ratios
-from coli_server.telemetry.counters import Counters
 
 PRESETS: dict[str, dict[str, Any]] = {
     "wide": {"windows": 4, "window": 512, "cache": "25,50,75"},

@@ -40,7 +40,7 @@ def done(id: str, event: Finished, *, seed: int, policy: RoutePolicy) -> bytes:
         tokens=event.tokens,
         prompt_tokens=event.prompt_tokens,
         seed=seed,
-        ttft_ms=None if event.ttft_seconds is None else event.ttft_seconds * 1000,
+        ttft_ms=(event.ttft_seconds or 0.0) * 1000,
         tok_s=ratios.tok_s(counters),
         hit_pct=ratios.hit_pct(counters),
         lookups=counters.lookups,

@@ -18,6 +18,7 @@ from coli_server.daemon.generation import Generation, Scoring
 from coli_server.daemon.options import layered
 from coli_server.daemon.sessions import Session
 from coli_server.daemon.tokens import Identity
+from coli_server.engine.api import SYSTEM
 from coli_server.errors import ColiError
 from coli_server.protocol import replies
 from coli_server.protocol.commands import Command
@@ -111,9 +112,9 @@ class Conversation:
             self.over = self.over or (isinstance(error, ProtocolError) and error.close)
 
     def tell(self) -> None:
-        """Send how far each unfinished request is."""
+        """Send how far each accepted request is."""
         for generation in self._requests.values():
-            self._send(generation.info())
+            generation.tell()
 
     def cancel(self) -> None:
         """End whatever runs on this connection."""
@@ -238,6 +239,9 @@ class Conversation:
         section, *names = command.arguments or ("all",)
         figures = self._core.figures
         match section:
+            case "session" if names == [SYSTEM]:
+                self._need_trust("the figures of pins and prefetch")
+                pairs = figures.system()
             case "session":
                 pairs = figures.session(self._session_called(*names))
             case "sessions":

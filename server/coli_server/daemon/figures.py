@@ -15,7 +15,7 @@ from coli_server.daemon.meters import Meters
 from coli_server.daemon.options import layered, policy_of
 from coli_server.daemon.scheduler import Scheduler
 from coli_server.daemon.sessions import Session, Sessions
-from coli_server.engine.api import EngineSnapshot
+from coli_server.engine.api import SYSTEM, EngineSnapshot
 from coli_server.engine.store import describe_mode
 from coli_server.ranges import ROUTING
 from coli_server.settings import SETTINGS, Path, PathOr, Settings
@@ -67,7 +67,8 @@ class Figures:
         self._latencies = latencies
         self._health = health
         self._window = Counters()
-        self._counted: Mapping[str, Value] = {}
+        self._system = Counters()
+        self._counted: dict[str, Value] = {}
         self._timed: Mapping[str, HistogramSnapshot] = {}
 
     def reset(self) -> None:
@@ -75,11 +76,14 @@ class Figures:
         snapshot = self._scheduler.snapshot()
         # Requests in progress belong to the new window: there, too, every request has an outcome or goes on.
         self._window = _without_unfinished(_total(snapshot) + self._sessions.outcomes())
+        self._system = snapshot.sessions.get(SYSTEM, Counters())
         for session in self._sessions:
             session.window = _without_unfinished(_of_session(snapshot, session))
         self._counted = {
             name: v for name, v in self._plain_values(snapshot).items() if name in _COUNTER_NAMES
         }
+        # What is being prefetched now has its outcome in the new window, so it is issued there, too.
+        self._counted["prefetch_issued"] -= snapshot.prefetch_in_flight  # type: ignore[operator]
         self._timed = self._latencies.snapshot()
 
     def metrics(self) -> MetricsSnapshot:
@@ -105,6 +109,11 @@ class Figures:
         """One session's figures and its routing options."""
         return render(self._session_values(self._scheduler.snapshot(), session), "session")
 
+    def system(self) -> Pairs:
+        """The figures of work that belongs to no session: pins and prefetch."""
+        counters = self._scheduler.snapshot().sessions.get(SYSTEM, Counters()) - self._system
+        return render(self._of_counters(counters, self._options), "session")
+
     def sessions(self) -> Pairs:
         """A few figures of each session, named `<id>:<figure>`."""
         snapshot = self._scheduler.snapshot()
@@ -126,7 +135,8 @@ class Figures:
         return self._of_counters(counters, layered(session.options, self._options))
 
     def _of_counters(self, counters: Counters, options: Mapping[str, Value]) -> dict[str, Value]:
-        meters = policy_of(options).meters
+        # With stock routing the meters read 100 % and 0; only ROUTE_AGREE=0 silences them.
+        meters = options["route_agree"] is not False
         # The figure route_agree is the measured agreement, not the option of that name.
         routing = {name: options[name] for name in ROUTING if name != "route_agree"}
         return {**counter_values(counters, agree=meters), **routing}

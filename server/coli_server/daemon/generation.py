@@ -12,7 +12,7 @@ from coli_server.daemon import answers
 from coli_server.daemon.core import Core
 from coli_server.daemon.options import policy_of, sampling_of
 from coli_server.daemon.record import Record
-from coli_server.daemon.scheduler import Ticket
+from coli_server.daemon.scheduler import EarlyEnd, Ticket
 from coli_server.daemon.sessions import Session
 from coli_server.engine.api import Failed, Finished, GenerationRequest, Kind, TextChunk
 from coli_server.errors import ColiError
@@ -69,11 +69,12 @@ class Generation:
         elif self._begun:  # a task that is cancelled before its first step would not run at all
             self.task.cancel()
 
-    def info(self) -> bytes:
-        """A line that tells how far the request is."""
-        ticket = self._ticket
-        if ticket is None:
-            return replies.queued(self.id, place=list(self._session.requests).index(self.id))
+    def tell(self) -> None:
+        """Send how far the request is. Nothing is said before its ACK."""
+        if self._ticket is not None:
+            self._send(self._info(self._ticket))
+
+    def _info(self, ticket: Ticket) -> bytes:
         if (place := self._scheduler.place(ticket)) is not None:
             return replies.queued(self.id, place=place)
         if ticket.tokens:
@@ -85,17 +86,20 @@ class Generation:
         try:
             if self._cancelled:
                 raise asyncio.CancelledError
-            if self._kind == "chat":
-                if self._session.turn.locked():
-                    self.settled.set()
-                async with self._session.turn:
+            async with asyncio.timeout_at(self._until()) as self._patience:
+                if self._kind == "chat":
+                    if self._session.turn.locked():
+                        self.settled.set()
+                    async with self._session.turn:
+                        await self._generate()
+                else:
                     await self._generate()
-            else:
-                await self._generate()
         except asyncio.CancelledError:
             if self._ticket is not None:
                 raise
-            self._cancelled_early()
+            self._ended_early("cancelled")
+        except TimeoutError:
+            self._ended_early("deadline")
         except Exception as error:
             if not isinstance(error, ColiError):
                 log.exception("request %d failed", self._record.key)
@@ -113,6 +117,7 @@ class Generation:
         self._scheduler.check()
         request = await self._request()
         self._ticket = self._scheduler.submit(request, self._session, self._on_text)
+        self._patience.reschedule(None)  # from here on the engine minds the deadline
         self._acknowledge(len(request.prompt))
         event = await self._ticket.ended
         self._record.ended(event)
@@ -150,11 +155,17 @@ class Generation:
         self._send(replies.ack(self.id, prompt_tokens=prompt_tokens, session=self._session.name))
         self.settled.set()
 
-    def _cancelled_early(self) -> None:
+    def _until(self) -> float | None:
+        """The deadline by the event loop's clock."""
+        if self._deadline is None:
+            return None
+        return asyncio.get_running_loop().time() + self._deadline - time.monotonic()
+
+    def _ended_early(self, finish: EarlyEnd) -> None:
         """The engine never heard of the request: it was accepted, and it is over."""
-        self._scheduler.count_cancelled_early(self._session)
+        self._scheduler.count_early(self._session, finish)
         self._acknowledge(0)
-        event = Finished(0, "cancelled", Counters(), 0, 0, None, 0.0)
+        event = Finished(0, finish, Counters(), 0, 0, None, 0.0)
         self._record.ended(event)
         self._done(event)
 

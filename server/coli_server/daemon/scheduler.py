@@ -129,10 +129,10 @@ class Scheduler:
         session.outcomes.requests_total += 1
         return ticket
 
-    def count_cancelled_early(self, session: Session) -> None:
-        """Count a request that was cancelled before the engine saw it."""
+    def count_early(self, session: Session, finish: EarlyEnd) -> None:
+        """Count a request that ended before the engine saw it."""
         session.outcomes.requests_total += 1
-        session.outcomes.requests_cancelled_total += 1
+        _count(session.outcomes, finish)
 
     def cancel(self, ticket: Ticket, finish: EarlyEnd = "cancelled") -> None:
         """Ask the engine to end a request; its last event still comes. Asking twice asks once."""
@@ -212,18 +212,21 @@ class Scheduler:
         self._waiting.pop(event.key, None)
         self._running.pop(event.key, None)
         outcome = event.finish if isinstance(event, Finished) else "error"
-        name = f"requests_{outcome}_total"
-        outcomes = ticket.session.outcomes
-        setattr(outcomes, name, getattr(outcomes, name) + 1)
+        _count(ticket.session.outcomes, outcome)
         if isinstance(event, Finished):
             ticket.session.last = (event, ticket.request.policy)
-            if ticket.request.kind != "score":  # nothing is generated there
+            if ticket.request.kind != "score" and event.ttft_seconds is not None:
                 self._latencies.decode.observe(event.decode_seconds)
         self._latencies.request.observe(now - ticket.submitted)
         self._pace.tick(now)
         ticket.ended.set_result(event)
         if not self.unfinished:
             self._empty.set()
+
+
+def _count(outcomes: Counters, outcome: str) -> None:
+    name = f"requests_{outcome}_total"
+    setattr(outcomes, name, getattr(outcomes, name) + 1)
 
 
 class Pace:

@@ -14,6 +14,9 @@ from coli_server.routing import RoutePolicy
 from coli_server.telemetry.counters import Counters
 from coli_server.telemetry.histogram import NOTHING_SEEN, HistogramSnapshot
 
+SYSTEM = "~system"
+"""The session of work that belongs to no request: pins and prefetch."""
+
 Kind = Literal["gen", "chat", "score"]
 Finish = Literal["stop", "length", "cancelled", "deadline", "drained"]
 

@@ -26,8 +26,11 @@ _IRRELEVANT_WORDS = """
     output_attentions output_hidden_states output_router_logits router_aux_loss_coef
     return_dict use_return_dict use_cache is_decoder is_encoder_decoder chunk_size_feed_forward
     id2label label2id problem_type
-    max_length max_new_tokens min_length do_sample temperature top_k top_p
-    repetition_penalty
+    max_length max_new_tokens min_length do_sample temperature top_k top_p typical_p
+    repetition_penalty num_beams num_beam_groups diversity_penalty length_penalty early_stopping
+    no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences output_scores
+    return_dict_in_generate remove_invalid_values torchscript use_bfloat16 tf_legacy_loss pruned_heads
+    tie_encoder_decoder add_cross_attention gradient_checkpointing unsloth_version unsloth_fixed
 """
 IRRELEVANT = frozenset(_IRRELEVANT_WORDS.split())
 
@@ -150,11 +153,6 @@ class Config:
         if not isinstance(value, dict):
             raise self.error(key, "an object")
         return Config(value, f"{self._where}: {key}")
-
-    def items(self) -> dict[str, object]:
-        """Everything in the object, marked as read."""
-        self._read.update(self._values)
-        return dict(self._values)
 
     def token_ids(self, key: str, vocab: int) -> tuple[int, ...]:
         """A token id or a list of them, each below `vocab`; empty when absent."""

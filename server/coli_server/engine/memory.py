@@ -18,6 +18,7 @@ KV_SHARE = 4  # the KV cache gets a quarter of the budget at most
 FULL_CONTEXTS = 4  # and never more than this many sequences of full length
 LEAST_CONTEXT = 256  # tokens; a server that cannot hold these is of no use
 AVAILABLE_SHARE = 0.8  # of the memory that is free at the start: what a process takes without being told
+MARGIN_BYTES = 48 << 20  # by how much the resident set of a process without a model differs
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ def plan_memory(
         slot_bytes=[layer.layout.slot_bytes for layer in layers],
         experts=[layer.experts for layer in layers],
         k=spec.moe.k,
+        margin_bytes=MARGIN_BYTES,
         runtime_bytes=resident_bytes() + code_bytes(spec, checkpoint.weights.kinds),
     )
     fewest = spec.moe.k if experts_per_layer is None else min(experts_per_layer, spec.moe.k)

@@ -73,6 +73,10 @@ class KvStore:
         if limit is not None and longest > limit:
             return 0
         same_dialogue = request.kind == "chat" and kv.origin == policy
+        if policy.active and policy.scope == "session":
+            # Memory decides whether a cache survives, and nothing but the request may decide its bytes: read
+            # again by the stock router, an answer's tokens are always the same.
+            same_dialogue = False
         allowed = min(kv.length if same_dialogue else kv.stock, len(request.prompt) - 1)
         common = 0
         while common < allowed and kv.ids[common] == request.prompt[common]:

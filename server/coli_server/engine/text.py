@@ -79,10 +79,6 @@ class Text:
         """One more than the highest token id."""
         return max(self._control.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    @property
-    def has_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str) -> list[int]:
         """Token ids of a user's text, with the tokenizer's own beginning-of-text rule."""
         if self._control_ids.isdisjoint(self._plain.encode(text, add_special_tokens=False).ids):

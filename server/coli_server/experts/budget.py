@@ -69,13 +69,15 @@ def plan(
     k: int,
     experts_per_layer: int | None = None,
     runtime_bytes: int = 0,
+    margin_bytes: int = 0,
 ) -> CachePlan:
     """The same number of slots for every MoE layer, as many as `ram` bytes hold beside everything else.
 
     `slot_bytes` and `experts` have one entry for each MoE layer, so a wide layer is priced at its own width.
     `k` is the number of experts a token needs. `runtime_bytes` is what the process holds before any model is
-    loaded (interpreter, libraries, compiled code). `experts_per_layer` is the user's own limit: obeyed, never
-    raised, cut to what the layers have.
+    loaded (interpreter, libraries, compiled code), and `margin_bytes` by how much that may differ from start
+    to start: a budget that a message names has them on top. `experts_per_layer` is the user's own limit:
+    obeyed, never raised, cut to what the layers have.
 
     Raises ConfigurationError when `experts_per_layer` is under `k`, and when `ram` cannot hold `k` slots a
     layer: the message then has the smallest budget that works.
@@ -91,7 +93,8 @@ def plan(
     if ram < least:
         raise ConfigurationError(
             f"--ram={ram // MIB}M is too small for this model: the least that works is "
-            f"--ram={format_size(least)} ({format_size(fixed)} without experts, and {k} experts a layer)"
+            f"--ram={format_size(least + margin_bytes)} "
+            f"({format_size(fixed)} without experts, and {k} experts a layer)"
         )
     limit = most if experts_per_layer is None else min(experts_per_layer, most)
     slots = _most_slots(ram - fixed, k, limit, slot_bytes, experts)

@@ -56,13 +56,13 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of a DONE line. `ttft_ms` is None when no token came; percentages are 0 to 100."""
+    """The figures of a DONE line. `ttft_ms` is 0 when no token came; percentages are 0 to 100."""
 
     finish: str
     tokens: int
     prompt_tokens: int
     seed: int
-    ttft_ms: float | None
+    ttft_ms: float
     tok_s: float
     hit_pct: float
     lookups: int
@@ -113,10 +113,7 @@ def done(id: str, summary: Summary) -> bytes:
         f"tokens={summary.tokens}",
         f"prompt_tokens={summary.prompt_tokens}",
         f"seed={summary.seed}",
-    ]
-    if summary.ttft_ms is not None:
-        words.append(f"ttft_ms={summary.ttft_ms:.1f}")
-    words += [
+        f"ttft_ms={summary.ttft_ms:.1f}",
         f"tok_s={summary.tok_s:.2f}",
         f"hit_pct={summary.hit_pct:.1f}",
         f"lookups={summary.lookups}",

@@ -145,12 +145,12 @@ FIGURES: tuple[Figure, ...] = (
     _own(_R, "route_slots", "K summed over routed tokens and layers", "experts"),
     _own(_R, "route_swaps", "chosen experts that the stock router would not choose", "experts"),
     _ratio(_R, "swap_pct", "%", "100 * route_swaps / route_slots; 0 when nothing was routed"),
-    _ratio(_R, "route_agree", "%", "100 - swap_pct; left out when ROUTE_AGREE=0"),
+    _ratio(_R, "route_agree", "%", "100 - swap_pct; left out with ROUTE_AGREE=0"),
     _own(_R, "route_rows", "choices of one token in one layer that were measured for the next figures"),
     _own(_R, "route_kl_sum", "divergence from the stock weights, summed over route_rows", "nats"),
     _own(_R, "route_mass_sum", "share of the stock gate mass that was kept, summed over route_rows"),
-    _ratio(_R, "route_kl", "nats", "route_kl_sum / route_rows; left out when ROUTE_AGREE=0"),
-    _ratio(_R, "route_mass_kept", "", "route_mass_sum / route_rows; left out when ROUTE_AGREE=0"),
+    _ratio(_R, "route_kl", "nats", "route_kl_sum / route_rows; left out with ROUTE_AGREE=0"),
+    _ratio(_R, "route_mass_kept", "", "route_mass_sum / route_rows; left out with ROUTE_AGREE=0"),
     _gauge(
         _R, "route_distinct_min", "distinct experts used in the last 1,000 decoded tokens, scarcest layer"
     ),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coli_server.engine.config import Config
-from coli_server.engine.spec import Activation, ModelSpec, NormSpec
+from coli_server.engine.spec import Activation, ModelSpec, NormSpec, Router
 
 MAX_LAYERS = 1024
 MAX_EXPERTS = 1 << 14
@@ -149,3 +149,32 @@ def layer_count(config: Config) -> int:
 def experts_per_token(config: Config, experts: int) -> int:
     """`num_experts_per_tok`, at most the number of experts."""
     return config.integer("num_experts_per_tok", high=experts)
+
+
+def sigmoid_router(config: Config, experts: int, k: int, *, scale: float = 2.5) -> Router:
+    """Sigmoid scores with a correction bias, limited to the best groups (DeepSeek-V3, arXiv:2412.19437).
+
+    `scale` is the family's default of `routed_scaling_factor`.
+    """
+    config.choice("scoring_func", ("sigmoid",), "sigmoid")
+    config.choice("topk_method", ("noaux_tc",), "noaux_tc")
+    groups = config.integer("n_group", 1, high=experts)
+    kept = config.integer("topk_group", 1, high=groups)
+    check_groups(config, experts, groups, kept, k)
+    return Router(
+        "sigmoid",
+        renormalize=config.flag("norm_topk_prob", True),
+        scale=config.positive("routed_scaling_factor", scale),
+        correction_bias=True,
+        groups=groups,
+        topk_groups=kept,
+        group_score="top2",
+    )
+
+
+def check_groups(config: Config, experts: int, groups: int, kept: int, k: int) -> None:
+    """Raise ConfigError for groups of unequal size, or too few of them kept to choose `k` experts from."""
+    if experts % groups:
+        raise config.error("n_group", f"a divisor of n_routed_experts={experts}")
+    if kept * (experts // groups) < k:
+        raise config.error("topk_group", f"enough groups of {experts // groups} to choose {k} experts from")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from coli_server.engine.config import Config
-from coli_server.engine.families.common import Family, expert_count, experts_per_token
+from coli_server.engine.families.common import Family, check_groups, expert_count, experts_per_token
 from coli_server.engine.families.mla import (
     IGNORED,
     IRRELEVANT,
-    check_groups,
     decoder,
     first_dense_layers,
     latent_attention,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coli_server.engine.config import Config
-from coli_server.engine.families.common import Family, expert_count, experts_per_token
+from coli_server.engine.families.common import Family, expert_count, experts_per_token, sigmoid_router
 from coli_server.engine.families.mla import (
     IGNORED,
     IRRELEVANT,
@@ -12,7 +12,6 @@ from coli_server.engine.families.mla import (
     latent_attention,
     refuse_quantization,
     shared_experts,
-    sigmoid_router,
 )
 from coli_server.engine.spec import ModelSpec, MoeMlp
 

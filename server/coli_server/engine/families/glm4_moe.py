@@ -12,6 +12,7 @@ from coli_server.engine.families.common import (
     kv_heads,
     layer_count,
     rms_norm,
+    sigmoid_router,
     silu,
 )
 from coli_server.engine.rope import longest_context, read_rope
@@ -21,7 +22,6 @@ from coli_server.engine.spec import (
     LayerSpec,
     ModelSpec,
     MoeMlp,
-    Router,
     SharedExpert,
 )
 
@@ -52,7 +52,7 @@ def read(config: Config) -> ModelSpec:
         experts=experts,
         k=experts_per_token(config, experts),
         width=width,
-        router=sigmoid_router(config, experts),
+        router=sigmoid_router(config, experts, experts_per_token(config, experts), scale=1.0),
         shared=SharedExpert(width * shared) if shared else None,
         activation=activation,
     )
@@ -66,22 +66,6 @@ def read(config: Config) -> ModelSpec:
         layers=tuple(LayerSpec(attention, moe if i >= first_moe else dense) for i in range(layers)),
         norm=rms_norm(config, 1e-5),
         tied_embeddings=config.flag("tie_word_embeddings", False),
-    )
-
-
-def sigmoid_router(config: Config, experts: int) -> Router:
-    """The router that DeepSeek-V3 introduced (arXiv:2412.19437) and the GLM family shares."""
-    groups = config.integer("n_group", 1, high=experts)
-    if experts % groups:
-        raise config.error("n_group", f"a divisor of n_routed_experts={experts}")
-    return Router(
-        "sigmoid",
-        renormalize=config.flag("norm_topk_prob", True),
-        scale=config.positive("routed_scaling_factor", 1.0),
-        correction_bias=True,
-        groups=groups,
-        topk_groups=config.integer("topk_group", 1, high=groups),
-        group_score="top2",
     )
 
 

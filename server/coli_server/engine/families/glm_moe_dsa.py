@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from coli_server.engine.config import Config
-from coli_server.engine.families.common import Family, expert_count, experts_per_token
+from coli_server.engine.families.common import Family, expert_count, experts_per_token, sigmoid_router
 from coli_server.engine.families.mla import (
     IGNORED,
     IRRELEVANT,
@@ -14,7 +14,6 @@ from coli_server.engine.families.mla import (
     latent_attention,
     refuse_quantization,
     shared_experts,
-    sigmoid_router,
 )
 from coli_server.engine.spec import Indexer, LatentAttention, ModelSpec, MoeMlp
 

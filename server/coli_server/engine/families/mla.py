@@ -14,7 +14,6 @@ from coli_server.engine.spec import (
     ModelSpec,
     MoeMlp,
     RopeSpec,
-    Router,
     SharedExpert,
 )
 
@@ -83,32 +82,6 @@ def first_dense_layers(config: Config, default: int) -> list[bool]:
     layers = layer_count(config)
     dense = config.integer("first_k_dense_replace", default, low=0, high=1 << 24)
     return [i < dense for i in range(layers)]
-
-
-def sigmoid_router(config: Config, experts: int, k: int) -> Router:
-    """Sigmoid scores with a correction bias, limited to the best groups (arXiv:2412.19437)."""
-    config.choice("scoring_func", ("sigmoid",), "sigmoid")
-    config.choice("topk_method", ("noaux_tc",), "noaux_tc")
-    groups = config.integer("n_group", 1, high=experts)
-    kept = config.integer("topk_group", 1, high=groups)
-    check_groups(config, experts, groups, kept, k)
-    return Router(
-        "sigmoid",
-        renormalize=config.flag("norm_topk_prob", True),
-        scale=config.positive("routed_scaling_factor", 2.5),
-        correction_bias=True,
-        groups=groups,
-        topk_groups=kept,
-        group_score="top2",
-    )
-
-
-def check_groups(config: Config, experts: int, groups: int, kept: int, k: int) -> None:
-    """Raise ConfigError for groups of unequal size, or too few of them kept to choose `k` experts from."""
-    if experts % groups:
-        raise config.error("n_group", f"a divisor of n_routed_experts={experts}")
-    if kept * (experts // groups) < k:
-        raise config.error("topk_group", f"enough groups of {experts // groups} to choose {k} experts from")
 
 
 def decoder(
