@@ -43,14 +43,15 @@ def test_each_message_says_what_systemd_reads(mailbox: socket.socket) -> None:
     }
     notifier = Notifier(environ)
     assert environ == {}, "a child must not speak for the service"
-    assert notifier.watchdog_seconds == 30
     notifier.ready("serving")
     notifier.status("draining")
-    notifier.alive()
+    for now in (100.0, 100.1, 107.4, 107.5, 108.0):  # a quarter of the watchdog's time is 7.5 seconds
+        notifier.alive(now)
     notifier.stopping("bye")
     assert told(mailbox) == [
         "READY=1\nSTATUS=serving",
         "STATUS=draining",
+        "WATCHDOG=1",
         "WATCHDOG=1",
         "STOPPING=1\nSTATUS=bye",
     ]
@@ -60,17 +61,21 @@ def test_a_name_in_the_abstract_namespace_is_understood() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one:
         one.bind(f"\0coli-test-{os.getpid()}")
         one.setblocking(False)
-        Notifier({"NOTIFY_SOCKET": f"@coli-test-{os.getpid()}"}).alive()
-        assert told(one) == ["WATCHDOG=1"]
+        Notifier({"NOTIFY_SOCKET": f"@coli-test-{os.getpid()}"}).status("well")
+        assert told(one) == ["STATUS=well"]
 
 
 def test_a_supervisor_that_is_gone_does_no_harm(tmp_path: Path) -> None:
-    Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).alive()
+    Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).status("well")
     Notifier({}).ready("nobody listens")
 
 
-def test_the_watchdog_of_another_process_is_not_ours() -> None:
-    assert Notifier({"WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "1"}).watchdog_seconds == 0
+@pytest.mark.parametrize("watchdog", [{"WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "1"}, {}])
+def test_without_a_watchdog_of_its_own_the_process_sends_no_beats(
+    mailbox: socket.socket, watchdog: dict[str, str]
+) -> None:
+    Notifier({"NOTIFY_SOCKET": mailbox.getsockname(), **watchdog}).alive(100.0)
+    assert told(mailbox) == []
 
 
 async def test_the_heartbeat_reaches_the_supervisor_and_stops_with_the_engine(

@@ -22,11 +22,12 @@ with atheris.instrument_imports(include=["coli_server"]):
 
 
 def one_input(data: bytes) -> None:
-    """The first byte says where the rest is cut into pieces."""
+    """The first byte says where the rest is cut: mostly in two, now and then into many small pieces."""
     if data:
-        step = data[0] % 7 + 1
-        edges = [*range(1, len(data), step), len(data)]
-        check(data[1:], [data[start:stop] for start, stop in pairwise(edges)])
+        how, rest = data[0], data[1:]
+        step = how + 1 if how < 8 else max(1, how * len(rest) // 256)
+        cuts = range(step, len(rest), step) if how < 8 else [step]
+        check(rest, [rest[start:stop] for start, stop in pairwise([0, *cuts, len(rest)])])
 
 
 if __name__ == "__main__":

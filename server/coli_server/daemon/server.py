@@ -264,7 +264,7 @@ class Daemon:
         elif not self._service.alive:
             self._fail("the engine has ended by itself")
         elif not watchdog.stalled:
-            self._notifier.alive()
+            self._notifier.alive(time.monotonic())
 
     def _fail(self, why: str) -> None:
         if not self.health.failed:

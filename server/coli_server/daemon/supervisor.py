@@ -10,6 +10,8 @@ from collections.abc import MutableMapping
 log = logging.getLogger(__name__)
 
 _FIRST_FD = 3
+# In the time after which the supervisor would give up: some of them may be late.
+_BEATS = 4
 
 
 class Notifier:
@@ -22,7 +24,8 @@ class Notifier:
             self._address = "\0" + self._address[1:]
         seconds = environ.pop("WATCHDOG_USEC", "")
         ours = environ.pop("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-        self.watchdog_seconds = int(seconds) / 1e6 if seconds.isdecimal() and ours else 0.0
+        self._watchdog_seconds = int(seconds) / 1e6 if seconds.isdecimal() and ours else 0.0
+        self._told = float("-inf")
 
     def ready(self, status: str) -> None:
         self._send("READY=1", f"STATUS={status}")
@@ -30,8 +33,11 @@ class Notifier:
     def status(self, status: str) -> None:
         self._send(f"STATUS={status}")
 
-    def alive(self) -> None:
-        self._send("WATCHDOG=1")
+    def alive(self, now: float) -> None:
+        """All is well at `now` (seconds). Said as often as the watchdog of the supervisor needs it, if any."""
+        if self._watchdog_seconds and now - self._told >= self._watchdog_seconds / _BEATS:
+            self._told = now
+            self._send("WATCHDOG=1")
 
     def stopping(self, status: str) -> None:
         self._send("STOPPING=1", f"STATUS={status}")
