@@ -8,6 +8,7 @@ with Client() as client:
 """
 
 from coli_client.aio import AsyncClient, AsyncGeneration
+from coli_client.backoff import Backoff, retry
 from coli_client.commands import Options
 from coli_client.errors import (
     AccessDenied,
@@ -31,6 +32,7 @@ from coli_client.errors import (
     TooManyClients,
     TryLater,
 )
+from coli_client.pool import Pool
 from coli_client.results import Ack, Chunk, Info, Logprob, Result, Score, Session, StatLine, Stats, Version
 from coli_client.sync import Client, Generation
 
@@ -39,6 +41,7 @@ __all__ = [
     "Ack",
     "AsyncClient",
     "AsyncGeneration",
+    "Backoff",
     "BadOption",
     "BadRequest",
     "Busy",
@@ -56,6 +59,7 @@ __all__ = [
     "NotFound",
     "Options",
     "PayloadTooLarge",
+    "Pool",
     "ProtocolViolation",
     "RequestEnded",
     "RequestFailed",
@@ -70,4 +74,5 @@ __all__ = [
     "TooManyClients",
     "TryLater",
     "Version",
+    "retry",
 ]

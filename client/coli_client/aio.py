@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Sequence
 from types import TracebackType
@@ -25,7 +26,7 @@ from coli_client.errors import ConnectionLost, Timeout
 from coli_client.link import Link, Stream
 from coli_client.results import Ack, Chunk, Info, Result, Score, Session, StatLine, Stats, Version
 
-__all__ = ["AsyncClient", "AsyncGeneration"]
+__all__ = ["AsyncClient", "AsyncGeneration", "Attaching"]
 
 T = TypeVar("T")
 
@@ -181,9 +182,12 @@ class AsyncClient:
         """Starts a new window of the figures that `stat` shows (for administrators)."""
         await self._call(commands.stat_reset())
 
-    async def session(self, id: str) -> Session:
-        """Attaches this connection to the named session, for all later commands."""
-        return await self._call(commands.session(id))
+    def session(self, id: str) -> Attaching:
+        """`await` it: attaches this connection to the named session, for all later commands.
+
+        `async with` it: gives a client with a connection of its own in that session, closed at the end.
+        """
+        return Attaching(self, commands.session(id))
 
     async def set(self, option: str, value: bool | float | str) -> None:
         """Changes an option of the session, for example `set("temp", 0.7)`."""
@@ -198,6 +202,12 @@ class AsyncClient:
         and later commands of this connection, a cancellation too, wait for it."""
         await self._call(commands.reset())
 
+    def _another(self) -> AsyncClient:
+        """A client of the same server, not connected yet."""
+        other = copy.copy(self)
+        other._link, other._connecting, other._ids = None, asyncio.Lock(), IdSource()
+        return other
+
     async def _call(self, command: Command[T]) -> T:
         return cast(T, await self._connected().call(command))
 
@@ -209,6 +219,38 @@ class AsyncClient:
         if self._link is None:
             raise ConnectionLost("not connected: use 'async with' or await connect()")
         return self._link
+
+
+class Attaching:
+    """What `AsyncClient.session` gives: to be awaited, or entered with `async with`."""
+
+    def __init__(self, client: AsyncClient, command: Command[Session]) -> None:
+        self._client = client
+        self._command = command
+        self._own: AsyncClient | None = None
+
+    def __await__(self) -> Generator[object, None, Session]:
+        return self._client._call(self._command).__await__()
+
+    async def __aenter__(self) -> AsyncClient:
+        own = self._client._another()
+        await own.connect()
+        try:
+            await own._call(self._command)
+        except BaseException:
+            await own.close()
+            raise
+        self._own = own
+        return own
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._own is not None:
+            await self._own.close()
 
 
 class AsyncGeneration:
