@@ -163,7 +163,9 @@ def test_pinned_experts_are_never_evicted(store, make_cache):
 def test_pins_leave_the_slots_that_a_token_needs(make_cache):
     cache = make_cache(5, experts_per_token=3)
     cache.pin(1, [0, 1])
-    with pytest.raises(ConfigurationError, match=r"layer 1: cannot pin 1 more .* 3 kept for the others .* 0 to 0"):
+    with pytest.raises(
+        ConfigurationError, match=r"layer 1: cannot pin 1 more .* 3 kept for the others .* 0 to 0"
+    ):
         cache.pin(1, [1, 2])
     assert cache.pinned == 2
 
