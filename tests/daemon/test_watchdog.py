@@ -181,3 +181,16 @@ async def test_a_fault_while_a_cancelled_request_is_ended_fails_it_alone(
         await client.until("ERR INTERNAL id=a ")
     client.send("GEN id=b max=3 Hello")
     await client.until("DONE b finish=length")
+
+
+async def test_a_request_has_left_the_queue_before_its_first_step_is_over(
+    serve: Serve, hanging: Hanging
+) -> None:
+    running = await serve()
+    client = await running.connect()
+    hanging.gate.clear()
+    client.send("GEN id=a max=1 Hello")
+    figures = await running.figures_when(requests_running="1")
+    assert (figures["requests_waiting"], figures["prompt_tokens_total"]) == ("0", "3")
+    hanging.gate.set()
+    await client.until("DONE a")

@@ -34,7 +34,7 @@ class Notifier:
         self._send(f"STATUS={status}")
 
     def alive(self, now: float) -> None:
-        """All is well at `now` (seconds). Said as often as the watchdog of the supervisor needs it, if any."""
+        """All is well at `now` (seconds). Said as often as the supervisor's watchdog needs it, if any."""
         if self._watchdog_seconds and now - self._told >= self._watchdog_seconds / _BEATS:
             self._told = now
             self._send("WATCHDOG=1")

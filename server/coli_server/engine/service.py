@@ -176,15 +176,21 @@ class EngineService:
         self._expire()
         if going:
             self._admit(engine)
+            if self._events:  # who has left the queue, or is over, hears of it before the step, not after it
+                self._report()
             if self._running:
                 self._step(engine)
-        self._publish()
+        self._report()
         if engine.usage is not None:
             engine.usage.save_when_due()
+        return going
+
+    def _report(self) -> None:
+        """Show the figures first: who reads them after an event must find it counted."""
+        self._publish()
         events, self._events = tuple(self._events), []
         if events:
             self._on_events(events)
-        return going
 
     def _take_commands(self, engine: Engine, *, idle: bool) -> bool:
         while True:
