@@ -6,9 +6,6 @@ Under each answer stands what it cost: tokens, tokens per second, share of exper
 
 from __future__ import annotations
 
-import contextlib
-import io
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +19,7 @@ from coli_server.cli.arguments import (
     request_options,
 )
 from coli_server.cli.attach import add_daemon_arguments, attached
+from coli_server.cli.input import messages
 from coli_server.errors import ConfigurationError
 
 # Options that a session cannot have: they go with each turn from then on.
@@ -32,7 +30,8 @@ _HELP = """\
 /stat [SECTION]     figures: session (default), all, server, route, cache, latency, settings
 /reset              forget this conversation
 /quit               leave (also Ctrl-D)
-A line that begins with // is said with one / less."""
+A line that begins with // is said with one / less. A line that ends with \\ goes on in the next one;
+three quotes (\"\"\") begin and end a message of several lines. The arrow keys find what was typed before."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -46,29 +45,8 @@ def main(words: Sequence[str]) -> int:
         if arguments.system is not None:
             with refusals():
                 client.set("system", arguments.system)
-        Chat(client, options).run(_lines())
+        Chat(client, options).run(messages())
     return 0
-
-
-def _lines() -> Iterator[str]:
-    """What the person says, line by line: edited on a terminal, as it is from elsewhere."""
-    if not sys.stdin.isatty():
-        if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(
-                errors="replace"
-            )  # a byte that is no UTF-8 spoils one character, not the talk
-        yield from (line.rstrip("\n") for line in sys.stdin)
-        return
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 (gives input() line editing and history)
-    while True:
-        try:
-            yield input("> ")
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print("\n(/quit or Ctrl-D ends the conversation)")
 
 
 class Chat:
@@ -78,17 +56,17 @@ class Chat:
         self._client = client
         self._options = dict(options)
 
-    def run(self, lines: Iterator[str]) -> None:
-        """Answer each line until they end, somebody says /quit, or the connection is lost."""
-        for line in lines:
-            text = line.strip()
+    def run(self, messages: Iterator[str]) -> None:
+        """Answer each message until they end, somebody says /quit, or the connection is lost."""
+        for message in messages:
+            text = message.strip()
             if text == "/quit":
                 return
             if text:
                 self._take(text)
 
     def _take(self, text: str) -> None:
-        """Answer one line. What is wrong with it alone is told; a lost connection is raised."""
+        """Answer one message. What is wrong with it alone is told; a lost connection is raised."""
         try:
             if text.startswith("/") and not text.startswith("//"):
                 self._obey(*text.split(maxsplit=2))
