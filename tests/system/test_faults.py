@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import resource
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -164,4 +166,32 @@ def test_a_supervisor_hands_over_the_socket_and_hears_how_it_goes(
         messages = []
         while not messages or not messages[-1].startswith(b"STOPPING=1"):
             messages.append(mailbox.recv(4096))
+        assert process.wait(PATIENCE) == 0
+
+
+def take_terminal() -> None:
+    """Make standard input the terminal of a session of this process's own."""
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_a_daemon_in_a_terminal_ends_with_it(
+    endless_model: Path, clean_environment: Mapping[str, str]
+) -> None:
+    master, terminal = os.openpty()
+    serve = ["-P", "-m", "coli_server.cli", "serve", "--listen", "127.0.0.1:0", "--model"]
+    process = subprocess.Popen(
+        [sys.executable, *serve, str(endless_model)],
+        env=clean_environment,
+        stdin=terminal,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=take_terminal,
+    )
+    os.close(terminal)
+    assert process.stderr is not None
+    with process.stderr:
+        while not process.stderr.readline().startswith("READY"):
+            assert process.poll() is None
+        os.close(master)
         assert process.wait(PATIENCE) == 0

@@ -120,14 +120,19 @@ async def _serve(
     notifier: Notifier,
 ) -> int:
     signals: Signals = asyncio.Queue()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    stopping = [signal.SIGTERM, signal.SIGINT]
+    if os.isatty(0):  # the terminal is closed: nobody is there any more to stop the daemon
+        stopping.append(signal.SIGHUP)
+    for number in stopping:
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
     make_service = partial(EngineService, partial(_open, settings), max_running=settings.max_running)
     daemon = make_daemon(make_service)
+    if signal.SIGHUP not in stopping:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload, daemon)
     port = metrics.MetricsPort(daemon.health, daemon.metrics)
     await port.start(watched)
     try:
-        return await _serve_until_signal(settings, sockets, daemon, signals, reload, notifier)
+        return await _serve_until_signal(settings, sockets, daemon, signals, notifier)
     finally:
         port.close()
 
@@ -137,7 +142,6 @@ async def _serve_until_signal(
     sockets: list[socket.socket],
     daemon: Daemon,
     signals: Signals,
-    reload: Reload,
     notifier: Notifier,
 ) -> int:
     starting = asyncio.create_task(daemon.start(sockets))
@@ -149,7 +153,6 @@ async def _serve_until_signal(
     engine = await starting
     place = listening.describe(sockets[0])
     mode = describe_mode(engine.policy, pilot=settings.pilot)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload, daemon)
     notifier.ready(f"serving {engine.name} on {place}, {mode}")
     print(f"READY {place} model={engine.name} mode={mode}", file=sys.stderr, flush=True)
     return await daemon.until(signals)
