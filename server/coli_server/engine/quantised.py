@@ -19,6 +19,9 @@ _CLIPS = 8
 _LEAST_CODE = np.float32(6.5)
 """What a group's largest weight is in codes at the first of them; half a code more at each next."""
 
+_TINY = np.float32(1e-30)
+"""Scales below have no finite reciprocal, or nearly none: such weights count as zeros."""
+
 
 def quantise(weights: F32, kind: Kind) -> U8:
     """Rows of `kind`, uint8 [n, row_bytes], of float32 [n, k].
@@ -93,47 +96,50 @@ def _eight(weights: F32, scales: F32, codes: NDArray[np.int8]) -> None:
             _bfloat16(one)
             scale = one[0]
             scales[r, g] = scale
-            inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
+            inverse = np.float32(1) / scale if scale > _TINY else np.float32(0)
             for i in range(len(w)):
                 codes[r, g, i] = min(max(np.rint(w[i] * inverse), -127), 127)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _error(w: F32, scale: np.float32, codes: NDArray[np.int8]) -> float:
-    """Choose 4-bit codes for a scale; the square error."""
-    inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
-    total = 0.0
-    for i in range(len(w)):
-        code = min(max(np.rint(w[i] * inverse), -8), 7)
+@njit(cache=True, nogil=True, fastmath=True)  # type: ignore[untyped-decorator]
+def _try(w: F32, scale: np.float32, codes: F32) -> tuple[np.float32, np.float32]:
+    """Choose 4-bit codes for a scale; their square error, and the best scale for these codes.
+
+    Sums may be taken in any order here, so that all lanes of the processor work.
+    """
+    inverse = np.float32(1) / scale if abs(scale) > _TINY else np.float32(0)
+    error, product, square = np.float32(0), np.float32(0), np.float32(0)
+    for i in range(w.shape[0]):
+        code = np.rint(w[i] * inverse)
+        code = min(max(code, np.float32(-8)), np.float32(7))
         codes[i] = code
-        total += (w[i] - code * scale) ** 2
-    return total
+        apart = w[i] - code * scale
+        error += apart * apart
+        product += code * w[i]
+        square += code * code
+    return error, product / square if square > 0 else scale
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _four(weights: F32, scales: F32, codes: NDArray[np.int8]) -> None:
     one = np.empty(1, np.float32)
-    tried = np.empty(weights.shape[2], np.int8)
+    tried = np.empty(weights.shape[2], np.float32)
     for r in range(weights.shape[0]):
         for g in range(weights.shape[1]):
             w = weights[r, g]
             largest = np.abs(w).max()
             scales[r, g] = 0
-            best = _error(w, np.float32(0), codes[r, g])
+            best, _ = _try(w, np.float32(0), tried)
             for sign in (-1, 1):
                 for clip in range(_CLIPS):
                     one[0] = sign * largest / (_LEAST_CODE + np.float32(0.5) * clip)
                     for _ in range(2):
                         _bfloat16(one)
-                        error = _error(w, one[0], tried)
+                        error, better = _try(w, one[0], tried)
                         if error < best:
                             best = error
                             scales[r, g] = one[0]
-                            codes[r, g] = tried
-                        product, square = 0.0, 0.0
-                        for i in range(len(w)):
-                            product += tried[i] * w[i]
-                            square += tried[i] * tried[i]
-                        if square == 0:
-                            break
-                        one[0] = product / square
+                        one[0] = better
+            _try(w, scales[r, g], tried)
+            for i in range(w.shape[0]):
+                codes[r, g, i] = np.int8(tried[i])

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,15 +167,21 @@ def _image(slot: U8, shape: ExpertShape, kind: Kind) -> U8:
     stored, d, f = Kind(shape.kind), shape.d, shape.f
     place = ExpertImage.of(kind, d, f, biased=shape.down_bias >= 0)
     out = np.zeros(place.nbytes, np.uint8)
-    for at, offset, stride, rows, columns in (
-        (place.gate, shape.gate_offset, shape.gate_stride, f, d),
-        (place.up, shape.up_offset, shape.up_stride, f, d),
-        (place.down, shape.down_offset, shape.down_stride, d, f),
-    ):
+
+    def fill(at: int, offset: int, stride: int, rows: int, columns: int) -> None:
         size = row_bytes(stored, columns)
         matrix = np.lib.stride_tricks.as_strided(slot[offset:], (rows, size), (stride or size, 1))
         part = _stored_as(np.ascontiguousarray(matrix).view(STORED_AS[stored]), stored, kind)
         out[at : at + part.nbytes] = part.reshape(-1).view(np.uint8)
+
+    parts = [
+        (place.gate, shape.gate_offset, shape.gate_stride, f, d),
+        (place.up, shape.up_offset, shape.up_stride, f, d),
+        (place.down, shape.down_offset, shape.down_stride, d, f),
+    ]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        for done in [pool.submit(fill, *part) for part in parts]:
+            done.result()
     if shape.down_bias >= 0:
         for at, offset, step, count in (
             (place.gate_bias, shape.gate_bias, shape.gate_bias_stride, f),
