@@ -16,7 +16,7 @@ import yaml
 from coli_server.settings import SETTINGS, TOKENS, read_config
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
-KNOWN = {setting.env for setting in SETTINGS.values()} | {TOKENS, "COLI_CACHE"}
+KNOWN = {setting.env for setting in SETTINGS.values()} | {TOKENS, "COLI_TOKEN", "COLI_CACHE"}
 DOCKERFILE = (DEPLOY / "docker/Dockerfile").read_text("utf-8")
 COMPOSE = yaml.safe_load((DEPLOY / "docker/compose.yml").read_text("utf-8"))
 MANIFESTS: list[dict[str, Any]] = [

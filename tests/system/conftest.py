@@ -37,6 +37,7 @@ ENVIRONMENT = {
 }
 ENVIRONMENT["COLI_HISTORY"] = "off"  # one test must not learn from another
 ENVIRONMENT["COLI_METRICS_PORT"] = "0"  # many daemons run at the same time
+ENVIRONMENT["COLI_CHAT_HISTORY"] = ""  # whoever runs the tests has one
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ _BLOCK = '"""'
 def messages() -> Iterator[str]:
     """Each message as it is complete. At a terminal Ctrl-C forgets what was begun, Ctrl-D ends."""
     if sys.stdin.isatty():
-        with _history(cache_folder() / "chat_history"):
+        name = os.environ.get("COLI_CHAT_HISTORY", str(cache_folder() / "chat_history"))
+        with _history(Path(name) if name else None):
             yield from joined(_typed)
         return
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -80,11 +81,14 @@ def _typed(going_on: bool) -> str | None:
 
 
 @contextlib.contextmanager
-def _history(file: Path) -> Iterator[None]:
-    """Line editing, and what was typed in earlier chats, where Python has readline."""
+def _history(file: Path | None) -> Iterator[None]:
+    """Line editing, and what was typed in earlier chats if `file` is given, where Python has readline."""
     try:
         import readline
     except ImportError:
+        yield
+        return
+    if file is None:
         yield
         return
     with contextlib.suppress(OSError):

@@ -132,7 +132,7 @@ class View:
         wide = max(width - sum(column.width for column in COLUMNS), 8)
         title = Text()
         for column in COLUMNS:
-            mark = ("v" if self.descending else "^") if column is self.column else ""
+            mark = ("↓" if self.descending else "↑") if column is self.column else ""
             word = f"{column.title}{mark}"
             title.append(word.ljust(wide) if not column.figure else word.rjust(column.width))
         title.stylize("bold")
