@@ -27,7 +27,7 @@ from coli_client import Client
 from support.ports import free_port
 
 if TYPE_CHECKING:
-    from tests.system.conftest import Daemon, RunColi, StartDaemon
+    from tests.system.conftest import Daemon, StartDaemon
 
 PATIENCE = 30.0
 TOP = [sys.executable, "-P", "-m", "coli_server.cli", "top", "--interval", "0.2", "--connect"]
@@ -181,43 +181,20 @@ def test_top_shows_sorts_resizes_and_quits(daemon: Daemon, open_terminal: OpenTe
 
 
 @pytest.mark.parametrize("open_terminal", KINDS[:1], indirect=True)
-def test_top_survives_a_restart_of_the_daemon(
-    start_daemon: StartDaemon, small_model: Path, open_terminal: OpenTerminal
-) -> None:
-    """Starts two daemons, so only in one kind of terminal."""
-    place = free_place()
-    flags = (*SERVED, "--model", str(small_model), "--listen", place)
-    terminal = open_terminal(*TOP, place)
-    shows(terminal, r"\Ano answer from 127.0.0.1:")
-    for mode in ("stock routing", "cache-aware routing"):
-        with start_daemon(*flags, CACHE_ROUTE=str(int(mode != "stock routing"))):
-            shows(terminal, rf"(?s)\Acoli .*mode  {mode}")
-        shows(terminal, r"\Ano answer from 127.0.0.1:")
-    terminal.press("q")
-    wait(terminal.over, terminal.screen)
-
-
-def test_top_without_a_terminal_says_what_to_do(run_coli: RunColi) -> None:
-    done = run_coli("top")
-    assert (done.status, done.out) == (2, "")
-    assert done.err == "coli: coli top needs a terminal; coli stat --watch writes lines\n"
-
-
-@pytest.mark.parametrize("word", ["0", "-1", "x", "1e9"])
-def test_an_interval_out_of_range_is_refused(run_coli: RunColi, word: str) -> None:
-    for command, flag in (("top", "--interval"), ("stat", "--watch")):
-        done = run_coli(command, f"{flag}={word}")
-        assert (done.status, f"{flag} is '{word}', must be a number in" in done.err) == (2, True)
-
-
-def test_stat_watch_goes_on_over_a_restart(
-    start_daemon: StartDaemon, small_model: Path, clean_environment: Mapping[str, str]
+def test_top_and_stat_watch_go_on_over_restarts_of_the_daemon(
+    start_daemon: StartDaemon,
+    small_model: Path,
+    clean_environment: Mapping[str, str],
+    open_terminal: OpenTerminal,
 ) -> None:
     place = free_place()
     flags = (*SERVED, "--model", str(small_model), "--listen", place)
     command = [sys.executable, "-P", "-m", "coli_server.cli", "stat", "server", "--json", "--watch=0.1"]
+    terminal = open_terminal(*TOP, place)
+    shows(terminal, r"\Ano answer from 127.0.0.1:")
     with contextlib.ExitStack() as stack:
         with start_daemon(*flags) as first:
+            shows(terminal, r"(?s)\Acoli .*mode  stock routing")
             watch = subprocess.Popen(
                 [*command, "--connect", place],
                 stdout=subprocess.PIPE,
@@ -231,11 +208,10 @@ def test_stat_watch_goes_on_over_a_restart(
             assert watch.stderr is not None
             assert json.loads(watch.stdout.readline())["pid"] == first.process.pid
         assert watch.stderr.readline().endswith("; trying again\n")
-        with start_daemon(*flags) as second:
+        shows(terminal, r"\Ano answer from 127.0.0.1:")
+        with start_daemon(*flags, CACHE_ROUTE="1") as second:
             pids = (json.loads(line)["pid"] for line in watch.stdout)
             assert next(pid for pid in pids if pid != first.process.pid) == second.process.pid
-
-
-def test_stat_watch_needs_a_daemon_to_begin_with(run_coli: RunColi) -> None:
-    done = run_coli("stat", "--watch", "--connect", free_place())
-    assert (done.status, done.out) == (1, "")
+            shows(terminal, r"(?s)\Acoli .*mode  cache-aware routing")
+    terminal.press("q")
+    wait(terminal.over, terminal.screen)
