@@ -33,7 +33,7 @@ class Address:
 
 
 def tls_context(tls: bool | ssl.SSLContext, cafile: str | None) -> ssl.SSLContext | None:
-    """What to encrypt with, `None` for a plain connection. `cafile` (PEM) says whom to trust, and means TLS."""
+    """What to encrypt with, `None` for a plain connection. `cafile` (PEM): whom to trust; it means TLS."""
     if isinstance(tls, ssl.SSLContext):
         if cafile is not None:
             raise ValueError("cafile goes with tls=True; an SSLContext has its own")
