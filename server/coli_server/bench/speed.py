@@ -31,6 +31,7 @@ GOALS = {"decode16": 1.0, "decode8": 1.0, "decode4": 0.9, "prefill16": 1.3, "pre
 PEER_FILES = {16: "bf16", 8: "q8_0", 4: "q4_0"}
 PROMPT, TOKENS, ROUNDS = 256, 32, 3
 PEER_DISK_TOKENS = 6
+_SPARE = 150  # MiB between Coli's budget and a limit at which the system would end it
 CACHE_ROUTE = {"mode": "max-rank", "j": 2, "m": 24}
 
 # Set by some machines for all programs, and slow for NumPy's products; the peer's threads must not spin.
@@ -180,7 +181,8 @@ def measure(parts: Sequence[str], models: Models, arguments: Any) -> Report:
     if "disk" in parts:
         _say("disk-bound")
         with limited(arguments.cgroup, arguments.limit) as enter:
-            disk(report, models, arguments.threads, enter)
+            ram = "8G" if enter is None else f"{arguments.limit - _SPARE}M"
+            disk(report, models, arguments.threads, ram, enter)
     if "daemon" in parts:
         _say("daemon")
         report.rows += daemon_rows(models.coli(16), arguments.threads)
@@ -232,9 +234,9 @@ def _same_logits(ours: Sequence[float], theirs: Sequence[float]) -> Row:
     return Row("agreement of logits with the peer's (cosine)", dot / size, 1.0, dot / size, 0.99)
 
 
-def disk(report: Report, models: Models, threads: int, enter: Callable[[], None] | None) -> None:
+def disk(report: Report, models: Models, threads: int, ram: str, enter: Callable[[], None] | None) -> None:
     """RAM for a quarter of the experts, read past the page cache; the peer with mmap under the same limit."""
-    quarter = ("--ram", "8G", "--experts-per-layer", str(EXPERTS // 4), "--direct")
+    quarter = ("--ram", ram, "--experts-per-layer", str(EXPERTS // 4), "--direct")
     ours = coli(models.coli(16), threads, *quarter, enter=enter)
     try:
         limit = ours.ask(do="disk")["rate"]
