@@ -148,7 +148,7 @@ async def _serve_until_signal(
     interrupted = asyncio.create_task(signals.get())
     await asyncio.wait({starting, interrupted}, return_when=asyncio.FIRST_COMPLETED)
     if interrupted.done():
-        return 128 + interrupted.result()
+        return 0  # nothing runs yet, so nothing is cut short
     interrupted.cancel()
     engine = await starting
     place = listening.describe(sockets[0])
