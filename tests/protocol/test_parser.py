@@ -32,7 +32,7 @@ class TestVerbs:
         assert command("stats settings ") == Command("STAT", arguments=("settings",))
 
     @pytest.mark.parametrize(
-        "word", ["PINGS", "\ufeffPING", "ſtat", "PıNG", "PING:", "SCORES", "AUTH", "PING\r\r"]
+        "word", ["PINGS", "\ufeffPING", "ſtat", "PıNG", "PING:", "SCORES", "AUTHS", "PING\r\r"]
     )
     def test_anything_else_is_unknown(self, word: str) -> None:
         # Unicode's upper case of a long s is S, and of a dotless i is I.

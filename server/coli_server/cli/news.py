@@ -11,11 +11,12 @@ _WORDS = {"prefill": "reading the prompt", "queue": "place in the queue", "token
 
 
 class News:
-    """Shows the server's news of a waiting request on `stream` if that is a terminal."""
+    """Shows the server's news of a waiting request on `stream` (standard error) if that is a terminal."""
 
-    def __init__(self, stream: TextIO = sys.stderr) -> None:
-        self._stream = stream
-        self._terminal = stream.isatty()
+    def __init__(self, stream: TextIO | None = None) -> None:
+        # Looked up now: a default argument would keep the stream of the time of the import.
+        self._stream = sys.stderr if stream is None else stream
+        self._terminal = self._stream.isatty()
         self._shown = False
 
     def show(self, info: Info) -> None:
