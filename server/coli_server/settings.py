@@ -257,7 +257,7 @@ class Settings:
         None,
         _whole(1, INT32_MAX),
         "N",
-        "experts cached in each layer, in place of what --ram has room for",
+        "experts cached in each layer at most (no more than --ram has room for, nor than the model has)",
     )
     context: int | None = _setting(
         MODEL,

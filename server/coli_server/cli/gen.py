@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> int:
 
 def _spelled_out(words: Sequence[str]) -> list[str]:
     """A switch without a value must not take the prompt after it for its value: write `=1` behind it."""
-    following = [*words[1:], None]
+    following = [*words, None][1:]
     return [
         f"{word}=1" if word in _SWITCHES and after not in FLAG.words else word
         for word, after in zip(words, following, strict=True)

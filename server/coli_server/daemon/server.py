@@ -278,8 +278,9 @@ class Daemon:
         second = asyncio.create_task(signals.get())
         await asyncio.wait({drain, second}, return_when=asyncio.FIRST_COMPLETED)
         if not drain.done():
-            drain.cancel()
             log.warning("%s again: stopping at once", second.result().name)
+            drain.cancel()
+            await asyncio.wait({drain}, timeout=1.0)  # left alone it would meet what is torn down behind it
             return 128 + second.result()
         second.cancel()
         return await drain

@@ -18,7 +18,7 @@ KV_SHARE = 4  # the KV cache gets a quarter of the budget at most
 FULL_CONTEXTS = 4  # and never more than this many sequences of full length
 LEAST_CONTEXT = 256  # tokens; a server that cannot hold these is of no use
 AVAILABLE_SHARE = 0.8  # of the memory that is free at the start: what a process takes without being told
-MARGIN_BYTES = 48 << 20  # by how much the resident set of a process without a model differs
+MARGIN_BYTES = 8 << 20  # by how much the resident set of a process without a model differs
 
 
 @dataclass(frozen=True, slots=True)
