@@ -23,6 +23,7 @@ from coli_server.daemon.supervisor import Notifier
 from coli_server.daemon.tokens import load_tokens
 from coli_server.engine import Engine
 from coli_server.engine.service import EngineService
+from coli_server.engine.store import StoreOptions
 from coli_server.settings import Address, Settings
 
 PATIENCE = 20.0  # seconds; only a fault takes so long
@@ -147,7 +148,13 @@ async def serve(endless_model: Path) -> AsyncIterator[Serve]:
     ) -> Running:
         settings = replace(Settings(listen=Address("127.0.0.1", 0), drain_seconds=0.0), **changes)
         open_engine = partial(
-            Engine.open, model, experts_per_layer=slots, context=settings.context, threads=1, warm=False
+            Engine.open,
+            model,
+            experts_per_layer=slots,
+            context=settings.context,
+            threads=1,
+            store=StoreOptions(pilot=settings.pilot),
+            warm=False,
         )
         make_service = partial(EngineService, open_engine, max_running=settings.max_running)
         sockets = listening.bind(settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from coli_server.telemetry.table import FIGURES
@@ -41,11 +40,13 @@ async def test_nothing_is_said_of_a_request_before_its_ack(running: Any) -> None
 
 
 async def test_the_work_of_no_session_can_be_seen(serve: Any) -> None:
-    client = await (await serve(pilot=True)).connect()
+    running = await serve(pilot=True, slots=8)
+    client = await running.connect()
     client.send("GEN id=x max=40 temp=1 Hello")
     await client.until("DONE x ")
-    await asyncio.sleep(0)
+    await running.figures_when(prefetch_in_flight="0")
     everything, own = await client.stat(), await client.stat("session")
     system = await client.stat("session ~system")
+    assert int(system["loads"]) > 0
     assert int(everything["loads"]) == int(own["loads"]) + int(system["loads"])
     assert int(everything["load_bytes"]) == int(own["load_bytes"]) + int(system["load_bytes"])

@@ -39,6 +39,11 @@ async def alone(serve: Any, command: str, **settings: Any) -> Any:
     return answer
 
 
+async def with_pilot(serve: Any, command: str) -> Any:
+    """Beside A, with prefetch that really reads ahead."""
+    return await beside(serve, command, 1, pilot=True, slots=8)
+
+
 async def after_a(serve: Any, command: str) -> Any:
     running = await serve()
     other = await running.connect()
@@ -49,8 +54,8 @@ async def after_a(serve: Any, command: str) -> Any:
     return answer
 
 
-async def beside(serve: Any, command: str, others: int) -> Any:
-    running = await serve()
+async def beside(serve: Any, command: str, others: int, **settings: Any) -> Any:
+    running = await serve(**settings)
     for seed in range(others):
         other = await running.connect()
         other.send(A.format(seed=seed))
@@ -58,6 +63,7 @@ async def beside(serve: Any, command: str, others: int) -> Any:
     answer = await ask_b(await running.connect(), command)
     figures = await (await running.connect()).stat()
     assert int(figures["evictions"]) > 0
+    assert (int(figures["prefetch_issued"]) > 0) == bool(settings.get("pilot"))
     return answer
 
 
@@ -70,6 +76,7 @@ async def arms(serve: Any, command: str) -> dict[str, Any]:
         "after A": await after_a(serve, command),
         "beside A": await beside(serve, command, 1),
         "in a batch of 8": await beside(serve, command, 7),
+        "beside A, with PILOT": await with_pilot(serve, command),
     }
 
 
