@@ -85,6 +85,7 @@ def test_no_daemon_is_one_line_and_status_1() -> None:
     done = coli("stat", "--connect", "127.0.0.1:1")
     assert done.returncode == 1
     assert done.stderr.startswith("coli: cannot connect to 127.0.0.1:1")
+    assert "is a daemon running?" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -121,3 +122,10 @@ def test_a_reader_that_goes_away_is_no_error(words: list[str], status: int) -> N
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (status, "")
+
+
+def test_gen_without_a_prompt_says_what_it_needs() -> None:
+    done = coli("gen")
+    assert done.returncode == 2
+    assert "prompt" in done.stderr
+    assert "Traceback" not in done.stderr

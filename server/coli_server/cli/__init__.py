@@ -52,7 +52,8 @@ def _run(name: str, words: Sequence[str]) -> int:
     except ConfigurationError as error:
         return _fail(str(error), 2)
     except (ColiError, ClientError) as error:
-        return _fail(str(error), 1)
+        nobody = isinstance(error.__cause__, ConnectionRefusedError)
+        return _fail(f"{error}; is a daemon running? `coli serve` starts one" if nobody else str(error), 1)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package.startswith("coli"):
