@@ -16,6 +16,7 @@ from coli_server.experts import (
     ExpertCache,
     ExpertLayout,
     ExpertSource,
+    HugePages,
     LayerExperts,
     TensorSlice,
     staging_bytes,
@@ -165,3 +166,13 @@ def test_a_transform_that_fails_is_a_read_error_and_gives_the_slot_back(fused, r
         assert len(cache._layers[2].free) == 2
     finally:
         cache.close()
+
+
+def test_pieces_of_huge_pages_are_writable_apart_and_on_cache_lines() -> None:
+    pool = HugePages()
+    pieces = [pool.take(size) for size in (1, 100, 70 << 20, 3, 64)]
+    for number, piece in enumerate(pieces):
+        assert piece.ctypes.data % 64 == 0
+        piece[:] = number
+    assert [piece.nbytes for piece in pieces] == [1, 100, 70 << 20, 3, 64]
+    assert all((piece == number).all() for number, piece in enumerate(pieces))

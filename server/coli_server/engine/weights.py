@@ -15,7 +15,7 @@ from coli_server.engine.kernels import STORED_AS, Kind, row_bytes
 from coli_server.engine.quantised import dequantise
 from coli_server.engine.stored_form import StoredForm
 from coli_server.errors import ModelError
-from coli_server.experts import CheckpointIndex, TensorInfo
+from coli_server.experts import CheckpointIndex, HugePages, TensorInfo
 
 F32 = NDArray[np.float32]
 Stored = NDArray[Any]  # bfloat16 or float16 bits in uint16, float32, or quantised rows in uint8
@@ -89,6 +89,7 @@ class Weights:
         self.index = index
         self.form = form
         self._asked: set[str] = set()
+        self._memory = HugePages()
         self.kinds: set[Kind] = set()
         self.nbytes = 0
 
@@ -159,7 +160,8 @@ class Weights:
         if len(pieces) == 1:  # as it comes: a copy of a large table would need its memory twice
             data = self._read_piece(pieces[0], kind)
         else:
-            data, at = np.empty(sum(piece.items(kind) for piece in pieces), STORED_AS[kind]), 0
+            dtype, at = np.dtype(STORED_AS[kind]), 0
+            data = self._memory.take(dtype.itemsize * sum(piece.items(kind) for piece in pieces)).view(dtype)
             for piece in pieces:
                 part = self._read_piece(piece, kind)
                 data[at : at + part.size] = part

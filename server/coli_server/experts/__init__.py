@@ -23,6 +23,7 @@ from coli_server.experts.mirror import MirrorReader, check_mirror
 from coli_server.experts.pins import choose_pins
 from coli_server.experts.reader import PreadReader, Reader
 from coli_server.experts.safetensors_header import CheckpointError, TensorInfo, TensorSlice
+from coli_server.experts.slab import HugePages
 from coli_server.experts.slots import ABSENT, CACHED, PINNED
 from coli_server.experts.stream import ExpertReadError, ExpertStream, Lease
 
@@ -46,6 +47,7 @@ __all__ = [
     "ExpertSource",
     "ExpertStream",
     "HistoryError",
+    "HugePages",
     "LayerExperts",
     "Learned",
     "Lease",

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coli_server.errors import ConfigurationError
-from coli_server.experts.layout import PAGE, align
+from coli_server.experts.layout import PAGE, PART_ALIGNMENT, align
 
 HUGE_PAGE = 2 * 1024 * 1024
 
@@ -56,3 +56,27 @@ class Arena:
         """The first `size` bytes of piece `index`, as a view."""
         offset = self.offsets[index]
         return self._memory[offset : offset + size]
+
+
+class HugePages:
+    """Memory for weights that stay: pieces of any size, one behind the other on huge pages.
+
+    NumPy asks for huge pages only for arrays of 4 MB and more, and a product that streams a smaller matrix
+    from small pages loses half of its time to address translation.
+    """
+
+    _CHUNK = 32 * HUGE_PAGE  # of address space; memory is used as it is written
+
+    def __init__(self) -> None:
+        self._arena: Arena | None = None
+        self._left = 0
+
+    def take(self, nbytes: int) -> NDArray[np.uint8]:
+        """`nbytes` writable bytes that begin on a cache line. Raises ConfigurationError like `Arena`."""
+        size = align(nbytes, PART_ALIGNMENT)
+        if self._arena is None or size > self._left:
+            self._arena = Arena([max(size, self._CHUNK)])
+            self._left = self._arena.nbytes
+        begin = self._arena.nbytes - self._left
+        self._left -= size
+        return self._arena.piece(0, begin + nbytes)[begin:]
