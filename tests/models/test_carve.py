@@ -23,13 +23,8 @@ from coli_server.models.carve.cluster import (
 )
 from coli_server.models.carve.forward import attention, load_layer, rms_norm, rounded
 from coli_server.models.carve.layerwise import Settings, carve_layer
-from coli_server.models.carve.report import (
-    at_random,
-    by_output_norm,
-    by_router,
-    hidden_states,
-    likelihood_and_divergence,
-)
+from coli_server.models.carve.report import hidden_states, likelihood_and_divergence
+from coli_server.models.carve.routed import at_random, by_output_norm, by_router, routed_layer
 from coli_server.models.carve.router import Router, fit, lost_energy_gradient, regress, soft_top
 from coli_server.models.carve.text import splits
 from coli_server.models.checkpoint import write_model
@@ -270,6 +265,29 @@ def test_the_report_s_forward_pass_equals_the_engine_s_for_every_k(tiny: Any, tm
             engine.close()
 
 
+def test_a_neutral_recipe_s_forward_pass_is_the_dense_one(tiny: Any) -> None:
+    dense = read_gguf(tiny.gguf)
+    ids = np.random.default_rng(0).integers(len(dense.vocabulary.tokens), size=(1, 9))
+    carved = hidden_states(dense, ids, tiny.recipe.neutral(), 6)
+    np.testing.assert_allclose(carved, hidden_states(dense, ids), atol=1e-4)
+
+
+def test_the_oracle_ranks_by_the_norm_of_what_an_expert_would_add(tiny: Any) -> None:
+    dense, recipe = read_gguf(tiny.gguf), tiny.recipe
+    routed = routed_layer(dense, recipe, 1)
+    u = _random(0, 5, 64)
+    activation = swiglu(u, routed.layer.gate, routed.layer.up)
+    ranking = by_output_norm(routed, u, activation)
+    for expert in range(recipe.experts):
+        # What the layer adds with this expert alone, less the same without its neurons.
+        alone = np.zeros((5, recipe.experts), np.float32)
+        alone[:, expert] = 1
+        silent = activation.copy()
+        silent[:, recipe.expert_neurons(1, expert)] = 0
+        added = routed.output(u, activation, 1, alone) - routed.output(u, silent, 1, alone)
+        np.testing.assert_allclose(np.linalg.norm(added, axis=1), ranking[:, expert], rtol=1e-3)
+
+
 def test_divergence_from_itself_is_zero_and_from_others_positive() -> None:
     head, states = _random(0, 20, 8), _random(1, 6, 8)
     ids = np.arange(6)
@@ -287,8 +305,8 @@ def test_an_oracle_and_chance_pick_other_experts_than_the_router(tiny: Any) -> N
     ids = np.random.default_rng(0).integers(len(dense.vocabulary.tokens), size=(1, 12))
     whole = hidden_states(dense, ids)
     error = {
-        scores: np.square(hidden_states(dense, ids, tiny.recipe, 3, scores) - whole).mean()
-        for scores in (by_output_norm, at_random(0))
+        ranking: np.square(hidden_states(dense, ids, tiny.recipe, 3, ranking) - whole).mean()
+        for ranking in (by_output_norm, at_random(0))
     }
     oracle, chance = error.values()
     assert 0 < oracle < chance

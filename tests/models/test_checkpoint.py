@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from coli_server.engine import Engine
 from coli_server.errors import ModelError
 from coli_server.models.checkpoint import ALIGNMENT, write_model
-from coli_server.models.dense import read_gguf
+from coli_server.models.dense import bfloat16_bits, bfloat16_values, read_gguf
 
 Stored = Callable[[Path], dict[str, Any]]
 
@@ -30,10 +31,19 @@ def _feed_forward(x: Any, tensors: dict[str, Any], owner: str) -> Any:
     return (g / (1 + np.exp(-g)) * (x @ up.T)) @ down.T
 
 
-def test_all_experts_together_are_the_dense_feed_forward(
-    folder: Path, tiny: Any, stored_tensors: Stored, dense_reference: Callable[[Path], Any]
+@pytest.fixture
+def neutral(tiny: Any, tmp_path: Path) -> Path:
+    """The same carving with every expert active at weight 1."""
+    folder = tmp_path / "neutral"
+    folder.mkdir()
+    write_model(folder, read_gguf(tiny.gguf), tiny.recipe.neutral(), lambda: None)
+    return folder
+
+
+def test_all_experts_of_a_neutral_recipe_are_the_dense_feed_forward(
+    neutral: Path, tiny: Any, stored_tensors: Stored, dense_reference: Callable[[Path], Any]
 ) -> None:
-    tensors, weights = stored_tensors(folder), dense_reference(tiny.gguf).weights
+    tensors, weights = stored_tensors(neutral), dense_reference(tiny.gguf).weights
     x = np.random.default_rng(3).standard_normal((5, 64))
     for layer in range(3):
         mlp = f"model.layers.{layer}.mlp"
@@ -44,6 +54,31 @@ def test_all_experts_together_are_the_dense_feed_forward(
             for name in ("gate", "up", "down")
         }
         np.testing.assert_allclose(carved, _feed_forward(x, dense, "dense"), atol=1e-12)
+
+
+def test_a_scale_is_in_the_down_projection_before_it_is_rounded(
+    folder: Path, tiny: Any, stored_tensors: Stored
+) -> None:
+    tensors, recipe, dense = stored_tensors(folder), tiny.recipe, read_gguf(tiny.gguf)
+    for layer in range(recipe.layers):
+        down = dense.tensor(f"model.layers.{layer}.mlp.down_proj.weight")
+        shared = down[:, recipe.shared_neurons(layer)] * recipe.scale[layer, 0]
+        expected = {"shared_experts": shared}
+        for expert in range(recipe.experts):
+            scaled = down[:, recipe.expert_neurons(layer, expert)] * recipe.scale[layer, 1 + expert]
+            expected[f"experts.{expert}"] = scaled
+        for owner, values in expected.items():
+            stored = tensors[f"model.layers.{layer}.mlp.{owner}.down_proj.weight"]
+            np.testing.assert_array_equal(stored, bfloat16_values(bfloat16_bits(values)))
+
+
+def test_the_engine_on_a_neutral_folder_is_the_dense_model(
+    neutral: Path, tiny: Any, dense_reference: Callable[[Path], Any]
+) -> None:
+    ids = [5, 77, 200, 3, 9, 41]
+    engine = Engine.open(neutral, warm=False)
+    np.testing.assert_allclose(engine.logits(ids), dense_reference(tiny.gguf).logits(ids), atol=1e-3)
+    engine.close()
 
 
 def test_the_index_names_every_tensor_once_and_shards_are_sound(folder: Path, stored_tensors: Stored) -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from coli_server.engine import Engine
 from coli_server.models import DEFAULT_MODEL, cache_folder
-from coli_server.models.evaluate import with_experts_per_token
+from coli_server.models.evaluate import dense_folder
 from coli_server.models.pull import is_complete
 
 TEXTS = [
@@ -49,10 +49,10 @@ def tokenizer(default_model: Path) -> Tokenizer:
     return Tokenizer.from_file(str(default_model / "tokenizer.json"))
 
 
-def test_all_experts_active_equal_the_dense_model(
-    default_model: Path, reference: Any, tokenizer: Tokenizer
+def test_the_carving_with_all_experts_at_weight_one_equals_the_dense_model(
+    reference: Any, tokenizer: Tokenizer
 ) -> None:
-    with with_experts_per_token(default_model, 16) as folder:
+    with dense_folder() as folder:
         engine = Engine.open(folder, ram="2G", experts_per_layer=None)
         for text in TEXTS:
             ids = tokenizer.encode(text).ids

@@ -17,6 +17,7 @@ from coli_server.models.checkpoint import write_model
 from coli_server.models.dense import read_gguf
 from coli_server.models.evaluate import (
     WINDOW,
+    dense_folder,
     negative_log_likelihood,
     token_windows,
     with_experts_per_token,
@@ -32,14 +33,19 @@ def folder(tiny: Any, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def dense_engine(folder: Path) -> Iterator[Engine]:
-    with with_experts_per_token(folder, 6) as variant:
-        engine = Engine.open(variant, warm=False)
+def dense_engine(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """The engine on the dense source of a pinned model, as `--dense` opens it."""
+    downloads = tmp_path / "cache/downloads"
+    downloads.mkdir(parents=True)
+    (downloads / tiny.pinned.source.file_name).write_bytes(tiny.gguf.read_bytes())
+    monkeypatch.setenv("COLI_CACHE", str(tmp_path / "cache"))
+    with dense_folder(tiny.pinned) as whole:
+        engine = Engine.open(whole, warm=False)
         yield engine
         engine.close()
 
 
-def test_likelihood_is_that_of_the_dense_model_when_all_experts_are_active(
+def test_the_likelihood_on_a_dense_folder_is_that_of_the_dense_model(
     dense_engine: Engine, tiny: Any, dense_reference: Callable[[Path], Any]
 ) -> None:
     ids = [5, 77, 200, 3, 9, 41]
@@ -109,12 +115,11 @@ def test_without_npm_the_message_says_so(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_answer_that_was_cut_ends_in_an_ellipsis(folder: Path) -> None:
-    with with_experts_per_token(folder, 3) as variant:
-        engine = Engine.open(variant, warm=False)
-        ids = engine.generate(engine.text.encode_chat([{"role": "user", "content": "hello"}]), 5)
-        text_of_answer = engine.text.decode(ids)
-        engine.close()
-    assert questions.answers(folder, 3, ["hello"], 5) == [text_of_answer.strip() + "…" * (len(ids) == 5)]
+    engine = Engine.open(folder, warm=False)
+    ids = engine.generate(engine.text.encode_chat([{"role": "user", "content": "hello"}]), 5)
+    text_of_answer = engine.text.decode(ids)
+    engine.close()
+    assert questions.answers(folder, ["hello"], 5) == [text_of_answer.strip() + "…" * (len(ids) == 5)]
 
 
 def test_a_cell_cannot_leave_its_row() -> None:

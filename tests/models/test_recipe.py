@@ -49,6 +49,24 @@ def test_every_neuron_has_exactly_one_place(tiny: Any) -> None:
         assert sorted(np.concatenate(places)) == list(range(96))
 
 
+def test_a_neuron_has_the_scale_of_its_owner(tiny: Any) -> None:
+    recipe = tiny.recipe
+    for layer in range(recipe.layers):
+        scale = recipe.neuron_scale(layer)
+        assert (scale[recipe.shared_neurons(layer)] == recipe.scale[layer, 0]).all()
+        for expert in range(recipe.experts):
+            assert (scale[recipe.expert_neurons(layer, expert)] == recipe.scale[layer, 1 + expert]).all()
+
+
+def test_a_neutral_recipe_moves_no_neuron_and_weighs_everything_alike(tiny: Any) -> None:
+    neutral = tiny.recipe.neutral()
+    np.testing.assert_array_equal(neutral.order, tiny.recipe.order)
+    assert neutral.experts_per_token == neutral.experts == 6
+    assert not neutral.router.any()
+    assert not neutral.router_bias.any()
+    assert (neutral.scale == 1).all()
+
+
 def _twice(recipe: Recipe) -> Recipe:
     order = recipe.order.copy()
     order[1, 0] = order[1, 1]
@@ -63,6 +81,10 @@ def _twice(recipe: Recipe) -> Recipe:
         (lambda r: dataclasses.replace(r, shared=96), "do not split"),
         (lambda r: dataclasses.replace(r, experts_per_token=7), "must be 1 to 6"),
         (lambda r: dataclasses.replace(r, router_bias=r.router_bias[:, :5]), "biases"),
+        (lambda r: dataclasses.replace(r, router_bias=r.router_bias * np.inf), "not a number"),
+        (lambda r: dataclasses.replace(r, scale=r.scale[:, :6]), r"scales \(3, 6\), must be \(3, 7\)"),
+        (lambda r: dataclasses.replace(r, scale=r.scale - 2), "not a positive number"),
+        (lambda r: dataclasses.replace(r, scale=r.scale * np.nan), "not a positive number"),
     ],
 )
 def test_an_impossible_recipe_is_refused(tiny: Any, broken: Callable[[Recipe], Recipe], message: str) -> None:

@@ -21,7 +21,7 @@ ALIGNMENT = 4096
 SHARDS = 4
 
 ROUTED_SCALING_FACTOR = 2.0
-"""A chosen expert weighs 2 * sigmoid(about 0) = 1: its part of the dense feed-forward output."""
+"""A chosen expert weighs 2 * sigmoid(z): with a score of 0, its part of the dense feed-forward output."""
 
 _KEPT = (
     "input_layernorm.weight",
@@ -78,10 +78,9 @@ def carve_layer(dense: DenseModel, recipe: Recipe, layer: int) -> Iterator[Tenso
     """One layer's tensors, routed experts first, each expert's three matrices together."""
     prefix = f"model.layers.{layer}."
     # SwiGLU neurons are independent: rows of gate and up, columns of down. Rounding before the split keeps
-    # "all experts active" equal to the dense model rounded in the same way.
-    gate, up, down = (
-        bfloat16_bits(dense.tensor(f"{prefix}mlp.{name}_proj.weight")) for name in ("gate", "up", "down")
-    )
+    # a neutral recipe equal to the dense model rounded in the same way.
+    gate, up = (bfloat16_bits(dense.tensor(f"{prefix}mlp.{name}_proj.weight")) for name in ("gate", "up"))
+    down = bfloat16_bits(dense.tensor(f"{prefix}mlp.down_proj.weight") * recipe.neuron_scale(layer))
 
     def part(owner: str, neurons: NDArray[np.uint16]) -> Iterator[Tensor]:
         yield Tensor(f"{prefix}mlp.{owner}.gate_proj.weight", "BF16", gate[neurons])

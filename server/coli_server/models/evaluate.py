@@ -1,6 +1,6 @@
 """Perplexity of the default model on held-out text, by experts a token.
 
-python -m coli_server.models.evaluate --experts-per-token 16 12 8 4
+python -m coli_server.models.evaluate --dense --experts-per-token 12 8 4
 python -m coli_server.models.evaluate --converted FOLDER...      what converting has cost
 """
 
@@ -18,7 +18,11 @@ from numpy.typing import NDArray
 
 from coli_server.engine import Engine
 from coli_server.models.carve.text import fetch_texts, splits
-from coli_server.models.pull import ensure_default_model
+from coli_server.models.checkpoint import write_model
+from coli_server.models.dense import read_gguf
+from coli_server.models.progress import Progress
+from coli_server.models.pull import DEFAULT_MODEL, PinnedModel, ensure_default_model
+from coli_server.models.source import fetch_source
 from coli_server.settings import cache_folder
 
 WINDOW = 512
@@ -28,6 +32,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m coli_server.models.evaluate", description=__doc__)
     parser.add_argument("--model", type=Path, help="a model folder (default: the default model)")
     parser.add_argument("--experts-per-token", type=int, nargs="+", default=[8], metavar="K")
+    parser.add_argument("--dense", action="store_true", help="the default model's dense source too")
     parser.add_argument("--converted", type=Path, nargs="+", default=[], help="other forms of the model")
     parser.add_argument("--data-set", default="sotu", choices=["sotu", "moby-dick"])
     parser.add_argument("--windows", type=int, default=32, metavar="N", help=f"{WINDOW} tokens each")
@@ -40,14 +45,25 @@ def main(words: Sequence[str] | None = None) -> int:
         print(
             f"{converted}: {cost_of(folder, converted, texts, arguments.windows, arguments.ram)}", flush=True
         )
-    for k in arguments.experts_per_token if not arguments.converted else ():
+    if arguments.converted:
+        return 0
+    if arguments.dense:
+        with dense_folder() as dense:
+            print(f"dense: {perplexity_of(dense, texts, arguments.windows, arguments.ram)}", flush=True)
+    for k in arguments.experts_per_token:
         with with_experts_per_token(folder, k) as variant:
-            engine = Engine.open(variant, ram=arguments.ram)
-            windows = token_windows([engine.text.encode(text) for text in texts], arguments.windows)
-            nll = np.concatenate([negative_log_likelihood(engine, window) for window in windows])
-            engine.close()
-        print(f"{k} experts a token: perplexity {np.exp(nll.mean()):.3f} over {nll.size} tokens", flush=True)
+            measured = perplexity_of(variant, texts, arguments.windows, arguments.ram)
+        print(f"{k} experts a token: {measured}", flush=True)
     return 0
+
+
+def perplexity_of(folder: Path, texts: Sequence[str], count: int, ram: str) -> str:
+    """Perplexity on `count` windows of `texts`, in words."""
+    engine = Engine.open(folder, ram=ram)
+    windows = token_windows([engine.text.encode(text) for text in texts], count)
+    nll = np.concatenate([negative_log_likelihood(engine, window) for window in windows])
+    engine.close()
+    return f"perplexity {np.exp(nll.mean()):.3f} over {nll.size} tokens"
 
 
 @dataclass(frozen=True)
@@ -99,6 +115,15 @@ def with_experts_per_token(folder: Path, k: int) -> Iterator[Path]:
         config = json.loads((folder / "config.json").read_text())
         (variant / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": k}))
         yield variant
+
+
+@contextmanager
+def dense_folder(model: PinnedModel = DEFAULT_MODEL) -> Iterator[Path]:
+    """A folder with the dense source of `model`: its carving with every expert active at weight 1."""
+    source = fetch_source(model.source, cache_folder() / "downloads", None, Progress.to_stderr())
+    with tempfile.TemporaryDirectory() as name:
+        write_model(Path(name), read_gguf(source), model.load_recipe().neutral(), lambda: None)
+        yield Path(name)
 
 
 def token_windows(documents: Sequence[Sequence[int]], count: int) -> list[list[int]]:

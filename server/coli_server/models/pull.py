@@ -19,7 +19,7 @@ from typing import Any
 from coli_server.models.checkpoint import write_model, write_synced
 from coli_server.models.dense import read_gguf
 from coli_server.models.progress import Progress
-from coli_server.models.recipe import load_recipe
+from coli_server.models.recipe import Recipe, load_recipe
 from coli_server.models.source import PullError, Source, fetch_source, sha256_of
 from coli_server.settings import cache_folder
 
@@ -45,6 +45,10 @@ class PinnedModel:
     @property
     def folder_name(self) -> str:
         return f"{self.name}-{self.version}"
+
+    def load_recipe(self) -> Recipe:
+        """The recipe; `ModelError` if the file is not the pinned one."""
+        return load_recipe(self.recipe, self.recipe_sha256)
 
 
 DEFAULT_MODEL = PinnedModel(
@@ -118,7 +122,7 @@ def is_complete(folder: Path, model: PinnedModel, *, verify: bool = False) -> bo
 def _make(model: PinnedModel, cache: Path, folder: Path, local: Path | None, progress: Progress) -> None:
     downloads = cache / "downloads"
     # Checked before the download: a damaged installation should not cost 90 MB first.
-    recipe = load_recipe(model.recipe, model.recipe_sha256)
+    recipe = model.load_recipe()
     _check_free_space(
         model, cache, downloaded=local is not None or (downloads / model.source.file_name).exists()
     )

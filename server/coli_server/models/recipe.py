@@ -5,11 +5,15 @@ A recipe is data of this project and holds no weights of the source model. It is
     order        uint16  [layers, ffn]              neuron ids: shared expert first, then expert by expert
     router       uint16  [layers, experts, hidden]  bfloat16 bits of the router weights
     router_bias  float32 [layers, experts]          added to the sigmoid scores for ranking only
+    scale        float32 [layers, 1 + experts]      of the outputs: shared expert first, then each routed one
+
+A token's chosen experts are those of largest sigmoid(z) + bias, where z are the router's products with the
+layer's input. Each weighs 2 * sigmoid(z) times its scale. The shared expert weighs its scale.
 """
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +23,9 @@ from safetensors.numpy import save
 
 from coli_server.errors import ModelError
 
-FORMAT = "coli-carving-1"
+FORMAT = "coli-carving-2"
+UNSCALED_FORMAT = "coli-carving-1"
+"""The same without `scale`: every output counts as it is."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +38,22 @@ class Recipe:
     order: NDArray[np.uint16]
     router: NDArray[np.uint16]
     router_bias: NDArray[np.float32]
+    scale: NDArray[np.float32]
 
     def __post_init__(self) -> None:
         layers, ffn = self.order.shape
         routers, biases = self.router.shape, self.router_bias.shape
         if routers[0] != layers or biases != routers[:2]:
             raise ModelError(f"recipe: {layers} layers of neurons, but routers {routers} and biases {biases}")
+        if self.scale.shape != (layers, 1 + self.experts):
+            raise ModelError(
+                f"recipe: scales {self.scale.shape}, must be {(layers, 1 + self.experts)}: "
+                "one of the shared expert and one of each routed expert, in every layer"
+            )
+        if not (np.isfinite(self.scale) & (self.scale > 0)).all():
+            raise ModelError("recipe: a scale is not a positive number")
+        if not np.isfinite(self.router_bias).all():
+            raise ModelError("recipe: a router bias is not a number")
         if not np.array_equal(np.sort(self.order, axis=1), np.tile(np.arange(ffn), (layers, 1))):
             raise ModelError(f"recipe: a layer's order is not a permutation of its {ffn} neurons")
         routed = ffn - self.shared
@@ -70,31 +86,64 @@ class Recipe:
         first = self.shared + expert * self.expert_width
         return self.order[layer, first : first + self.expert_width]
 
+    def neuron_scale(self, layer: int) -> NDArray[np.float32]:
+        """The scale that applies to each neuron's output, by neuron id, [ffn]."""
+        scale = np.empty(self.order.shape[1], np.float32)
+        scale[self.order[layer]] = np.repeat(
+            self.scale[layer], [self.shared, *[self.expert_width] * self.experts]
+        )
+        return scale
+
+    def neutral(self) -> "Recipe":
+        """The same neurons in the same places, but with every expert active at weight 1: the dense model."""
+        return replace(
+            self,
+            experts_per_token=self.experts,
+            router=np.zeros_like(self.router),
+            router_bias=np.zeros_like(self.router_bias),
+            scale=np.ones_like(self.scale),
+        )
+
 
 def load_recipe(path: Path, sha256: str) -> Recipe:
     """Read a recipe; `ModelError` if the file is not exactly the one whose sha256 is given."""
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != sha256:
         raise ModelError(f"{path}: sha256 is {found}, must be {sha256}; reinstall Coli")
+    return read_recipe(path)
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read a recipe of one's own; `ModelError` if the file is none."""
     try:
         with safe_open(path, framework="numpy") as file:
             described = json.loads((file.metadata() or {})["recipe"])
-            if described["format"] != FORMAT:
+            if described["format"] not in (FORMAT, UNSCALED_FORMAT):
                 raise ModelError(f"{path}: format is {described['format']!r}, must be {FORMAT!r}")
+            bias = file.get_tensor("router_bias")
+            unscaled = described["format"] == UNSCALED_FORMAT
             return Recipe(
                 shared=int(described["shared"]),
                 experts_per_token=int(described["experts_per_token"]),
                 order=file.get_tensor("order"),
                 router=file.get_tensor("router"),
-                router_bias=file.get_tensor("router_bias"),
+                router_bias=bias,
+                scale=np.ones((len(bias), 1 + bias.shape[1]), np.float32)
+                if unscaled
+                else file.get_tensor("scale"),
             )
-    except (SafetensorError, KeyError, ValueError) as error:
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise ModelError(f"{path}: not a recipe: {error}") from error
 
 
 def dump_recipe(recipe: Recipe) -> bytes:
     """The bytes of a recipe file; equal recipes give equal bytes."""
-    arrays = {"order": recipe.order, "router": recipe.router, "router_bias": recipe.router_bias}
+    arrays = {
+        "order": recipe.order,
+        "router": recipe.router,
+        "router_bias": recipe.router_bias,
+        "scale": recipe.scale,
+    }
     described = {
         "format": FORMAT,
         "shared": recipe.shared,

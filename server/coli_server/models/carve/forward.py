@@ -34,10 +34,14 @@ def rounded(dense: DenseModel, name: str) -> Float32:
     return bfloat16_values(bfloat16_bits(dense.tensor(name)))
 
 
-def load_layer(dense: DenseModel, layer: int) -> Layer:
+def load_layer(dense: DenseModel, layer: int, scale: Float32 | None = None) -> Layer:
+    """A layer of the dense model; `scale` [neurons] multiplies its neurons' outputs before rounding."""
     names = ("input_layernorm", *(f"self_attn.{n}_proj" for n in "qkvo"), "post_attention_layernorm")
-    names += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    return Layer(*(rounded(dense, f"model.layers.{layer}.{name}.weight") for name in names))
+    names += ("mlp.gate_proj", "mlp.up_proj")
+    weights = [rounded(dense, f"model.layers.{layer}.{name}.weight") for name in names]
+    down = dense.tensor(f"model.layers.{layer}.mlp.down_proj.weight")
+    weights.append(bfloat16_values(bfloat16_bits(down if scale is None else down * scale)))
+    return Layer(*weights)
 
 
 def rms_norm(x: Float32, weight: Float32, eps: float) -> Float32:

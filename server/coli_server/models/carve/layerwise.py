@@ -51,10 +51,6 @@ class CarvedLayer:
         """Sigmoid scores with the bias, less the constant 1/2, [tokens, experts]."""
         return np.asarray(np.tanh(u @ self.router.weight.T / 2) / 2 + self.router.bias, dtype=np.float32)
 
-    @property
-    def experts(self) -> int:
-        return len(self.router.weight)
-
     def active(self, kept: Float32) -> Float32:
         """1 for each neuron that is shared or in an expert of `kept` [tokens, experts], [tokens, neurons]."""
         return np.concatenate([np.ones((len(kept), 1), np.float32), kept], axis=1)[:, self.owners]
