@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from coli_server.engine import Engine
 from coli_server.models.carve.__main__ import make_recipe
-from coli_server.models.carve.chat import prompts, uncarved
+from coli_server.models.carve.chat import uncarved
 from coli_server.models.carve.cluster import (
     balanced_assignment,
     expert_energy,
@@ -237,11 +237,6 @@ def test_calibration_and_evaluation_share_no_document() -> None:
     assert len(everything) == len(set(everything)) == 233 + 135
     addresses = sorted(name for name in everything if name.startswith("sotu/"))
     assert [name for name in split["evaluation"] if name.startswith("sotu/")] == addresses[::25]
-
-
-def test_prompts_are_distinct_lines() -> None:
-    assert len(set(prompts())) == len(prompts()) >= 90
-    assert all(line == line.strip() != "" for line in prompts())
 
 
 def test_the_uncarved_recipe_keeps_every_neuron_in_place(tiny: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 from coli_server.engine import Engine
 from coli_server.models import PullError
 from coli_server.models.carve import chat, questions, text
+from coli_server.models.carve.prompts import all_prompts
 from coli_server.models.carve.text import fetch_texts
 from coli_server.models.checkpoint import write_model
 from coli_server.models.dense import read_gguf
@@ -129,4 +130,4 @@ def test_a_cell_cannot_leave_its_row() -> None:
 def test_no_question_was_a_calibration_prompt() -> None:
     asked = questions.questions()
     assert len(set(asked)) == 20
-    assert not set(asked) & set(chat.prompts())
+    assert not set(asked) & set(all_prompts())

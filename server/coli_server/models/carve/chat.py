@@ -7,18 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from coli_server.engine import Engine
+from coli_server.models.carve.prompts import prompts
 from coli_server.models.checkpoint import write_model
 from coli_server.models.dense import DenseConfig, DenseModel
 from coli_server.models.recipe import Recipe
 
 EXPERTS = 16
 ANSWER_TOKENS = 256
-
-_PROMPTS = Path(__file__).with_name("prompts.txt")
-
-
-def prompts() -> list[str]:
-    return _PROMPTS.read_text().splitlines()
 
 
 def dialogues(dense: DenseModel, file: Path) -> list[list[int]]:
