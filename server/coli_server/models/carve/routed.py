@@ -72,13 +72,16 @@ def by_router(routed: RoutedLayer, u: Float32, _activation: Float32) -> Float32:
     return routed.scores(u) + routed.bias
 
 
-def by_output_norm(routed: RoutedLayer, u: Float32, activation: Float32) -> Float32:
-    """By the norm of what each expert would add, weighed as the router weighs it."""
+def by_output_norm(routed: RoutedLayer, _u: Float32, activation: Float32) -> Float32:
+    """By the norm of each expert's output, before the router weighs it.
+
+    The weighed norm makes a worse choice: the router's weight is its guess, and the output says more.
+    """
     norms = [
         np.linalg.norm(activation[:, neurons] @ routed.layer.down[:, neurons].T, axis=1)
         for neurons in map(routed.expert_neurons, range(routed.experts))
     ]
-    return np.asarray(np.stack(norms, axis=1) * routed.weights(u))
+    return np.stack(norms, axis=1)
 
 
 def at_random(seed: int) -> Ranking:
