@@ -99,7 +99,7 @@ def run(made: Experts, x: Array, chosen: Array, addresses: list[int] | None = No
         np.append(start, flat.size).astype(np.int32),
         np.array(every, np.int64)[ids],
         made.shape,
-        np.empty((flat.size, made.shape.f), np.float32),
+        np.empty((flat.size, made.shape.hidden), np.float32),
         y,
         order.astype(np.int32),
     )
@@ -155,7 +155,7 @@ def test_nothing_beyond_a_slot_is_touched(tokens: int, kind: int) -> None:
 def test_no_group_is_no_work() -> None:
     made, empty = make(8, 8), np.zeros(0, np.int32)
     y = np.full((1, 8), 7, np.float32)
-    none = np.zeros((0, 8), np.float32)
+    none = np.zeros((0, made.shape.hidden), np.float32)
     experts_ffn(y, empty, np.zeros(1, np.int32), np.zeros(0, np.int64), made.shape, none, y, empty)
     assert (y == 7).all()
 

@@ -9,6 +9,7 @@ from numba.extending import intrinsic
 
 from coli_server.engine.kernels import Kind, lanes, linear, linear_heads
 from coli_server.engine.kernels.tiles import address
+from coli_server.engine.quantised import dequantise, quantise
 from support.arrays import Array, error, guarded, normal, stored, threads, widened
 
 KINDS = (Kind.BF16, Kind.F16, Kind.F32)
@@ -150,3 +151,30 @@ def test_every_stored_value_is_read_exactly(kind: int) -> None:
         values = widened(bits, kind).astype(np.float32)[:, 0]
     got = linear(np.ones((1, 1), np.float32), bits, kind)[0]
     np.testing.assert_array_equal(got, values)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind != Kind.F32])
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("at", [0, 31, 70])
+def test_an_activation_that_is_no_number_shows_in_every_result(kind: Kind, bad: float, at: int) -> None:
+    rng = np.random.default_rng(7)
+    x, w = (
+        normal(rng, 2, 71),
+        quantise(normal(rng, 9, 71), kind) if kind.quantised else stored(np.ones((9, 71), np.float32), kind),
+    )
+    x[1, at] = bad
+    got = linear(x, w, kind)
+    assert np.isfinite(got[0]).all()
+    assert not np.isfinite(got[1]).any()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind != Kind.F32])
+@pytest.mark.parametrize("size", [0.0, 1e-44, 1e-33, 1e-20, 1e20, 1e35])
+def test_activations_of_any_size(kind: Kind, size: float) -> None:
+    """Blocks of next to nothing count as zeros, and no size overflows on the way."""
+    rng = np.random.default_rng(8)
+    x, plain = (normal(rng, 2, 130) * np.float32(size)).astype(np.float32), normal(rng, 9, 130)
+    w = quantise(plain, kind) if kind.quantised else stored(plain, kind)
+    weights = dequantise(w, kind, 130).astype(np.float64) if kind.quantised else widened(w, kind)
+    want = x.astype(np.float64) @ weights.T
+    np.testing.assert_allclose(linear(x, w, kind), want, atol=1e-28 + 6e-5 * np.abs(want).max(), rtol=0)

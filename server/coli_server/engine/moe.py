@@ -86,7 +86,7 @@ class ResidentMlp:
             starts,
             self.address,
             self.shape,
-            workspace.take("ffn_hidden", (len(x), self.shape.f)),
+            workspace.take("ffn_hidden", (len(x), self.shape.hidden)),
             out,
             rows,
         )
@@ -245,6 +245,6 @@ class MoeBlock:
             group_start, tokens, pairs = take_groups(order, starts, lease.experts, k)
             kernels.experts_ffn(
                 x, tokens, group_start, lease.addresses, self.shape,
-                workspace.take("ffn_hidden", (len(pairs), self.shape.f)), outputs, pairs,
+                workspace.take("ffn_hidden", (len(pairs), self.shape.hidden)), outputs, pairs,
             )  # fmt: skip
         return outputs

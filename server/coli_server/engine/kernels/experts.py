@@ -6,8 +6,16 @@ from typing import Final
 import numpy as np
 from numba import njit, prange
 
-from coli_server.engine.kernels.formats import TAGS, Array, Tag, row_bytes
-from coli_server.engine.kernels.linear import ROWS_AT_ONCE, SERIAL_WORK, four_rows, one_row, tiles_of_four
+from coli_server.engine.kernels.formats import TAGS, Array, Tag, prepared_row_bytes, row_bytes
+from coli_server.engine.kernels.linear import (
+    ROWS_AT_ONCE,
+    SERIAL_WORK,
+    four_rows,
+    one_row,
+    prepare_rows,
+    prepared_scratch,
+    tiles_of_four,
+)
 from coli_server.engine.kernels.runtime import thread_count
 from coli_server.engine.kernels.tiles import (
     CLAMPED_SWIGLU,
@@ -15,20 +23,20 @@ from coli_server.engine.kernels.tiles import (
     SILU,
     STACK_8,
     STACK_16,
-    STACK_96,
+    STACK_768,
     TILE_1X8,
     address,
     get_float,
+    prepare,
+    prepared_bytes,
     put_address,
     put_float,
+    task_rows,
 )
 
 ACTIVATION_SILU: Final = 0
 ACTIVATION_CLAMPED_SWIGLU: Final = 1
 ACTIVATION_GELU_TANH: Final = 2
-
-_BLOCK = 16
-"""Rows of gate and of up that a task takes: as many as the activation has lanes."""
 
 _DOWN_WORK = 16384
 """Weights of down that a task takes, about; at least 64 rows."""
@@ -67,6 +75,8 @@ class ExpertShape:
     limit: float = 0.0
     layout: Array = field(init=False, repr=False, compare=False)
     """int64 [16], what the kernel reads."""
+    hidden: int = field(init=False, repr=False, compare=False)
+    """Words of 4 bytes that a row of the scratch between the products takes."""
     scalars: Array = field(init=False, repr=False, compare=False)
     """float32 [2]: alpha and limit."""
 
@@ -92,6 +102,7 @@ class ExpertShape:
             self.activation,
         )
         object.__setattr__(self, "layout", np.array(layout, np.int64))
+        object.__setattr__(self, "hidden", prepared_row_bytes(self.kind, self.f) // 4 or self.f)
         object.__setattr__(self, "scalars", np.array([self.alpha, self.limit], np.float32))
 
 
@@ -121,27 +132,30 @@ def _add_bias(bias: int, stride: int, first: int, n: int, out: int) -> None:
 @njit(nogil=True, cache=True)
 def _gate_up(
     tag: Tag,
-    x: Array,
+    x: int,
+    x_stride: int,
     pair_token: Array,
     begin: int,
     end: int,
     slot: int,
     layout: Array,
     scalars: Array,
-    h: Array,
+    h: int,
+    h_stride: int,
     row: int,
 ) -> None:
-    """h[begin:end, row:row + 16] of one expert."""
+    """A task's elements, from `row` on, of h[begin:end] of one expert; prepared for down, if need be."""
     d, f = layout[0], layout[1]
+    block, size = task_rows(tag), prepared_bytes(tag, row)
     xs, gs, us, ws = STACK_16(), STACK_16(), STACK_16(), STACK_8()
-    gates, ups = STACK_96(), STACK_96()
-    width = min(_BLOCK, f - row)
+    gates, ups = STACK_768(), STACK_768()
+    width = min(block, f - row)
     for first in range(begin, end, ROWS_AT_ONCE):
         pairs = min(ROWS_AT_ONCE, end - first)
         for p in range(pairs):
-            put_address(xs, p, address(x) + pair_token[first + p] * x.strides[0])
-            put_address(gs, p, gates + 64 * p)
-            put_address(us, p, ups + 64 * p)
+            put_address(xs, p, x + pair_token[first + p] * x_stride)
+            put_address(gs, p, gates + 4 * block * p)
+            put_address(us, p, ups + 4 * block * p)
         if pairs == 1:
             put_address(gs, 1, ups)
         for n in range(0, width, 4):
@@ -153,18 +167,24 @@ def _gate_up(
                 tiles_of_four(tag, xs, ws, gs, 4 * n, pairs, d, np.int64(4))
                 tiles_of_four(tag, xs, ws + 32, us, 4 * n, pairs, d, np.int64(4))
         for p in range(pairs):
+            gate, up = gates + 4 * block * p, ups + 4 * block * p
             if layout[8] >= 0:
-                _add_bias(slot + layout[8], layout[11], row, width, gates + 64 * p)
+                _add_bias(slot + layout[8], layout[11], row, width, gate)
             if layout[9] >= 0:
-                _add_bias(slot + layout[9], layout[12], row, width, ups + 64 * p)
-            out = address(h) + (first + p) * h.strides[0] + 4 * row
-            _activate(layout[14], gates + 64 * p, ups + 64 * p, out, width, scalars)
+                _add_bias(slot + layout[9], layout[12], row, width, up)
+            out = h + (first + p) * h_stride
+            if prepared_bytes(tag, f) > 0:
+                _activate(layout[14], gate, up, gate, width, scalars)
+                prepare(tag, gate, width, out + size)
+            else:
+                _activate(layout[14], gate, up, out + 4 * row, width, scalars)
 
 
 @njit(nogil=True, cache=True)
 def _down(
     tag: Tag,
-    h: Array,
+    h: int,
+    h_stride: int,
     begin: int,
     end: int,
     slot: int,
@@ -181,11 +201,11 @@ def _down(
     for first in range(begin, end, ROWS_AT_ONCE):
         pairs = min(ROWS_AT_ONCE, end - first)
         for p in range(pairs):
-            put_address(xs, p, address(h) + (first + p) * h.strides[0])
+            put_address(xs, p, h + (first + p) * h_stride)
             put_address(ys, p, address(y) + pair_out[first + p] * y.strides[0])
         if pairs == 1:
             out = address(y) + pair_out[first] * y.strides[0]
-            one_row(tag, address(h) + first * h.strides[0], down, stride, f, out, row, stop, d)
+            one_row(tag, h + first * h_stride, down, stride, f, out, row, stop, d)
         else:
             for n in range(row, stop, 4):
                 four_rows(ws, down, stride, n, d)
@@ -196,46 +216,11 @@ def _down(
                 _add_bias(slot + layout[10], layout[13], row, stop - row, out)
 
 
-@njit(nogil=True, cache=True, inline="always")
-def _gate_up_task(
-    task: int,
-    blocks: int,
-    tag: Tag,
-    x: Array,
-    pair_token: Array,
-    group_start: Array,
-    slot_address: Array,
-    layout: Array,
-    scalars: Array,
-    h: Array,
-) -> None:
-    g, row = task // blocks, task % blocks * _BLOCK
-    begin, end = group_start[g], group_start[g + 1]
-    _gate_up(tag, x, pair_token, begin, end, slot_address[g], layout, scalars, h, row)
-
-
-@njit(nogil=True, cache=True, inline="always")
-def _down_task(
-    task: int,
-    blocks: int,
-    width: int,
-    tag: Tag,
-    h: Array,
-    group_start: Array,
-    slot_address: Array,
-    layout: Array,
-    y: Array,
-    pair_out: Array,
-) -> None:
-    g, row = task // blocks, task % blocks * width
-    stop = min(row + width, layout[0])
-    _down(tag, h, group_start[g], group_start[g + 1], slot_address[g], layout, y, pair_out, row, stop)
-
-
 @njit(nogil=True, cache=True, parallel=True)
 def _experts(
     tag: Tag,
     x: Array,
+    scratch: Array,
     pair_token: Array,
     group_start: Array,
     slot_address: Array,
@@ -246,27 +231,47 @@ def _experts(
     pair_out: Array,
     threads: int,
 ) -> None:
+    d, f = layout[0], layout[1]
+    xp, x_stride, hp, h_stride = address(x), x.strides[0], address(h), h.strides[0]
+    if prepared_bytes(tag, d) > 0:
+        prepare_rows(tag, xp, x.shape[0], d, address(scratch))
+        xp, x_stride = address(scratch), prepared_bytes(tag, d)
     groups = slot_address.shape[0]
     pairs = group_start[groups] - group_start[0]
-    up_blocks = (layout[1] + _BLOCK - 1) // _BLOCK
-    width = _down_rows(layout[0], layout[1])
-    down_blocks = (layout[0] + width - 1) // width
+    block, width = task_rows(tag), _down_rows(d, f)
+    up_blocks, down_blocks = (f + block - 1) // block, (d + width - 1) // width
     up_tasks, down_tasks = groups * up_blocks, groups * down_blocks
-    if threads == 1 or pairs * layout[0] * layout[1] * 3 < SERIAL_WORK:
+    if pairs * d * f * 3 < SERIAL_WORK:
+        threads = 1
+    # Groups differ in size, so every thread takes every so many-th block of each.
+    if threads == 1:
         for task in range(up_tasks):
-            _gate_up_task(task, up_blocks, tag, x, pair_token, group_start, slot_address, layout, scalars, h)
+            g, row = task // up_blocks, task % up_blocks * block
+            _gate_up(
+                tag, xp, x_stride, pair_token, group_start[g], group_start[g + 1], slot_address[g], layout,
+                scalars, hp, h_stride, row,
+            )  # fmt: skip
         for task in range(down_tasks):
-            _down_task(task, down_blocks, width, tag, h, group_start, slot_address, layout, y, pair_out)
+            g, row = task // down_blocks, task % down_blocks * width
+            _down(
+                tag, hp, h_stride, group_start[g], group_start[g + 1], slot_address[g], layout, y, pair_out,
+                row, min(row + width, d),
+            )  # fmt: skip
     else:
-        # Groups differ in size, so every thread takes every so many-th block of each.
         for thread in prange(threads):
             for task in range(thread, up_tasks, threads):
-                _gate_up_task(
-                    task, up_blocks, tag, x, pair_token, group_start, slot_address, layout, scalars, h
-                )
+                g, row = task // up_blocks, task % up_blocks * block
+                _gate_up(
+                    tag, xp, x_stride, pair_token, group_start[g], group_start[g + 1], slot_address[g],
+                    layout, scalars, hp, h_stride, row,
+                )  # fmt: skip
         for thread in prange(threads):
             for task in range(thread, down_tasks, threads):
-                _down_task(task, down_blocks, width, tag, h, group_start, slot_address, layout, y, pair_out)
+                g, row = task // down_blocks, task % down_blocks * width
+                _down(
+                    tag, hp, h_stride, group_start[g], group_start[g + 1], slot_address[g], layout, y,
+                    pair_out, row, min(row + width, d),
+                )  # fmt: skip
 
 
 def experts_ffn(
@@ -283,12 +288,17 @@ def experts_ffn(
 
     x float32 [tokens, d]; pair_token and pair_out int32 [pairs]; group_start int32 [groups + 1]: pairs
     group_start[g]..group_start[g + 1] - 1 belong to the expert whose bytes begin at slot_address[g] (int64
-    [groups]). h float32 [pairs or more, f] is scratch; y float32 [rows, d]. All are C-contiguous, and all
-    indices are trusted.
+    [groups]). h float32 [pairs or more, shape.hidden] is scratch; y float32 [rows, d]. All are C-contiguous,
+    and all indices are trusted.
 
     Raises ValueError where the shapes do not fit together.
     """
-    if x.shape[1] != shape.d or y.shape[1] != shape.d or h.shape[1] != shape.f or len(h) < len(pair_token):
+    if (
+        x.shape[1] != shape.d
+        or y.shape[1] != shape.d
+        or h.shape[1] != shape.hidden
+        or len(h) < len(pair_token)
+    ):
         raise ValueError(
             f"x {x.shape}, h {h.shape} and y {y.shape} do not fit experts of {shape.d} x {shape.f}"
         )
@@ -301,6 +311,7 @@ def experts_ffn(
         _experts(
             TAGS[shape.kind],
             x,
+            prepared_scratch(shape.kind, *x.shape),
             pair_token,
             group_start,
             slot_address,

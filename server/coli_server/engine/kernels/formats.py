@@ -19,9 +19,10 @@ from enum import IntEnum
 from typing import Any, Final, Protocol
 
 import numpy as np
-from numba import types
+from numba import typeof, types
 
 from coli_server.engine.kernels import lanes as ln
+from coli_server.engine.kernels.dots import HAS_INTEGER_DOT, IntegerDots
 
 
 class Kind(IntEnum):
@@ -113,10 +114,26 @@ class Chunk:
 class Format(Protocol):
     """IR generators of one format."""
 
+    @property
+    def dots(self) -> IntegerDots | None:
+        """How its rows are multiplied by dot-product instructions; None where `load` and `fma` do it."""
+        ...
+
     def load(self, b: ln.Builder, tag: ln.Value, row: ln.Value, k: ln.Value, chunk: Chunk) -> ln.Value:
         """16 weights of the row of k at address `row` as float32 lanes; those outside the mask do not
         matter, but are finite if the row is."""
         ...
+
+    def prefetch(self, b: ln.Builder, row: ln.Value, chunk: Chunk) -> None:
+        """Ask for the cache line of a chunk of the row at address `row`, unless another chunk does."""
+        ...
+
+
+def _prefetch(b: ln.Builder, row: ln.Value, chunk: Chunk, bits: int) -> None:
+    chunks = 512 // (bits * ln.LANES)  # of a cache line
+    if chunk.step % chunks == 0 and chunk.steps > 1:
+        at = b.lshr(b.mul(b.add(chunk.start, ln.I64(ln.LANES * chunk.step)), ln.I64(bits)), ln.I64(3))
+        ln.prefetch(b, b.add(row, at))
 
 
 @dataclass(frozen=True)
@@ -125,10 +142,14 @@ class Plain:
 
     element: Any
     widen: Callable[[ln.Builder, ln.Value], ln.Value]
+    dots: None = None
 
     @property
     def item_bytes(self) -> int:
         return 4 if self.element == ln.F32 else int(self.element.width) // 8
+
+    def prefetch(self, b: ln.Builder, row: ln.Value, chunk: Chunk) -> None:
+        _prefetch(b, row, chunk, 8 * self.item_bytes)
 
     def load(self, b: ln.Builder, tag: ln.Value, row: ln.Value, k: ln.Value, chunk: Chunk) -> ln.Value:
         kind, size = ln.vector(self.element), self.item_bytes
@@ -144,6 +165,13 @@ class Bytes:
     """Rows of int8 codes, in groups of `span` or a multiple of it."""
 
     span: int
+
+    @property
+    def dots(self) -> IntegerDots | None:
+        return IntegerDots(8, self.span) if HAS_INTEGER_DOT else None
+
+    def prefetch(self, b: ln.Builder, row: ln.Value, chunk: Chunk) -> None:
+        _prefetch(b, row, chunk, 8)
 
     def load(self, b: ln.Builder, tag: ln.Value, row: ln.Value, k: ln.Value, chunk: Chunk) -> ln.Value:
         at = b.add(chunk.start, ln.I64(ln.LANES * chunk.step))
@@ -161,6 +189,13 @@ class Nibbles:
     """
 
     span: int
+
+    @property
+    def dots(self) -> IntegerDots | None:
+        return IntegerDots(4, self.span) if HAS_INTEGER_DOT else None
+
+    def prefetch(self, b: ln.Builder, row: ln.Value, chunk: Chunk) -> None:
+        _prefetch(b, row, chunk, 4)
 
     def load(self, b: ln.Builder, tag: ln.Value, row: ln.Value, k: ln.Value, chunk: Chunk) -> ln.Value:
         wide = ln.vector(ln.I32)
@@ -204,3 +239,12 @@ _FORMATS: Final[dict[Any, Format]] = {
 def format_of(tag: Any) -> Format:
     """The format that the Numba type of a tag stands for."""
     return _FORMATS[tag]
+
+
+_DOTS: Final = {kind: format_of(typeof(tag)).dots for kind, tag in TAGS.items()}
+
+
+def prepared_row_bytes(kind: int, k: int) -> int:
+    """Bytes of a row of k activations, prepared for weights of `kind`; 0 where they are taken as they are."""
+    dots = _DOTS[kind]
+    return 0 if dots is None else -(-k // dots.block) * dots.size

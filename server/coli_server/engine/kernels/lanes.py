@@ -64,6 +64,13 @@ def store(b: Builder, value: Value, address: Value) -> None:
     b.store(value, pointer(b, address, value.type), align=_element_bytes(value.type))
 
 
+def prefetch(b: Builder, address: Value) -> None:
+    """Ask for the cache line at an address, which need not be readable, to be brought to the second cache."""
+    where = pointer(b, address, I8)
+    function = declare(b, "llvm.prefetch.p0", ir.VoidType(), [where.type, I32, I32, I32])
+    b.call(function, [where, I32(0), I32(2), I32(1)])
+
+
 def load_masked(b: Builder, address: Value, kind: Any, mask: Value) -> Value:
     """Load the lanes that `mask` selects, zero in the others; no other byte is touched."""
     name = f"llvm.masked.load.{_mangled(kind)}.p0"

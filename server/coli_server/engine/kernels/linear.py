@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit, prange
 
-from coli_server.engine.kernels.formats import TAGS, Array, Tag, row_bytes
+from coli_server.engine.kernels.formats import TAGS, Array, Tag, prepared_row_bytes, row_bytes
 from coli_server.engine.kernels.runtime import thread_count
 from coli_server.engine.kernels.tiles import (
     STACK_8,
@@ -15,6 +15,8 @@ from coli_server.engine.kernels.tiles import (
     TILE_4X4,
     TILE_6X4,
     address,
+    prepare,
+    prepared_bytes,
     put_address,
 )
 
@@ -80,8 +82,26 @@ def one_row(tag: Tag, x: int, w: int, stride: int, k: int, y: int, start: int, s
 
 
 @njit(nogil=True, cache=True)
+def prepare_rows(tag: Tag, x: int, rows: int, k: int, out: int) -> None:
+    """Prepare rows of float32 that follow each other; all addresses."""
+    size = prepared_bytes(tag, k)
+    for row in range(rows):
+        prepare(tag, x + row * k * 4, k, out + row * size)
+
+
+@njit(nogil=True, cache=True)
 def _block(
-    tag: Tag, x: int, rows: int, w: int, w_stride: int, k: int, y: int, y_stride: int, start: int, stop: int
+    tag: Tag,
+    x: int,
+    x_stride: int,
+    rows: int,
+    w: int,
+    w_stride: int,
+    k: int,
+    y: int,
+    y_stride: int,
+    start: int,
+    stop: int,
 ) -> None:
     """y[:rows, start:stop], all addresses."""
     if rows == 1:
@@ -92,7 +112,7 @@ def _block(
         for first in range(0, rows, ROWS_AT_ONCE):
             count = min(ROWS_AT_ONCE, rows - first)
             for i in range(count):
-                put_address(xs, i, x + (first + i) * k * 4)
+                put_address(xs, i, x + (first + i) * x_stride)
                 put_address(ys, i, y + (first + i) * y_stride)
             for n in range(panel, min(stop, panel + _PANEL), 4):
                 four_rows(ws, w, w_stride, n, stop)
@@ -107,21 +127,36 @@ def _add_bias(out: Array, bias: Array) -> None:
 
 
 @njit(nogil=True, cache=True, parallel=True)
-def _linear(tag: Tag, x: Array, w: Array, bias: Array, out: Array, threads: int) -> None:
+def _linear(tag: Tag, x: Array, w: Array, bias: Array, out: Array, scratch: Array, threads: int) -> None:
     rows, k = x.shape
     n = w.shape[0]
     xp, wp, yp = address(x), address(w), address(out)
-    w_stride, y_stride = w.strides[0], out.strides[0]
+    x_stride, w_stride, y_stride = k * 4, w.strides[0], out.strides[0]
+    if prepared_bytes(tag, k) > 0:
+        prepare_rows(tag, xp, rows, k, address(scratch))
+        xp, x_stride = address(scratch), prepared_bytes(tag, k)
     if threads == 1 or rows * n * k < SERIAL_WORK:
-        _block(tag, xp, rows, wp, w_stride, k, yp, y_stride, np.int64(0), n)
+        _block(tag, xp, x_stride, rows, wp, w_stride, k, yp, y_stride, np.int64(0), n)
     else:
         width = (n + threads * 8 - 1) // (threads * 8) * 8
         for thread in prange(threads):
             start, stop = thread * width, min(n, (thread + 1) * width)
             if start < stop:
-                _block(tag, xp, rows, wp, w_stride, k, yp, y_stride, start, stop)
+                _block(tag, xp, x_stride, rows, wp, w_stride, k, yp, y_stride, start, stop)
     if bias.shape[0] > 0:
         _add_bias(out, bias)
+
+
+_NOTHING: Array = np.zeros(64, np.uint8)
+
+
+def prepared_scratch(kind: int, rows: int, k: int) -> Array:
+    """Room for `rows` prepared rows, uint8, at a multiple of 64 bytes."""
+    size = rows * prepared_row_bytes(kind, k)
+    if not size:
+        return _NOTHING
+    room = np.empty(size + 64, np.uint8)
+    return room[-room.ctypes.data % 64 :]
 
 
 def linear(x: Array, w: Array, kind: int, bias: Array | None = None, out: Array | None = None) -> Array:
@@ -137,25 +172,30 @@ def linear(x: Array, w: Array, kind: int, bias: Array | None = None, out: Array 
         out = np.empty((x.shape[0], w.shape[0]), np.float32)
     if row_bytes(kind, x.shape[1]) != w.shape[1] * w.itemsize or out.shape != (x.shape[0], w.shape[0]):
         raise ValueError(f"x {x.shape}, w {w.shape} and out {out.shape} do not fit together")
-    _linear(TAGS[kind], x, w, NO_BIAS if bias is None else bias, out, thread_count())
+    scratch = prepared_scratch(kind, *x.shape)
+    _linear(TAGS[kind], x, w, NO_BIAS if bias is None else bias, out, scratch, thread_count())
     return out
 
 
 @njit(nogil=True, cache=True, parallel=True)
-def _linear_heads(tag: Tag, x: Array, w: Array, out: Array, threads: int) -> None:
+def _linear_heads(tag: Tag, x: Array, w: Array, out: Array, scratch: Array, threads: int) -> None:
     heads, rows, k = x.shape
     n = w.shape[1]
     xp, wp, yp = address(x), address(w), address(out)
-    x_size, w_size, y_size = x.strides[0], w.strides[0], out.strides[0]
+    x_stride, w_size, y_size = k * 4, w.strides[0], out.strides[0]
+    if prepared_bytes(tag, k) > 0:
+        prepare_rows(tag, xp, heads * rows, k, address(scratch))
+        xp, x_stride = address(scratch), prepared_bytes(tag, k)
+    x_size = rows * x_stride
     w_stride, y_stride, start = w.strides[1], out.strides[1], np.int64(0)
     if threads == 1 or heads * rows * n * k < SERIAL_WORK:
         for h in range(heads):
             to = yp + h * y_size
-            _block(tag, xp + h * x_size, rows, wp + h * w_size, w_stride, k, to, y_stride, start, n)
+            _block(tag, xp + h * x_size, x_stride, rows, wp + h * w_size, w_stride, k, to, y_stride, start, n)
     else:
         for h in prange(heads):
             to = yp + h * y_size
-            _block(tag, xp + h * x_size, rows, wp + h * w_size, w_stride, k, to, y_stride, start, n)
+            _block(tag, xp + h * x_size, x_stride, rows, wp + h * w_size, w_stride, k, to, y_stride, start, n)
 
 
 def linear_heads(x: Array, w: Array, kind: int) -> Array:
@@ -169,5 +209,6 @@ def linear_heads(x: Array, w: Array, kind: int) -> Array:
     if x.shape[0] != w.shape[0] or x.shape[2] != w.shape[2]:
         raise ValueError(f"x {x.shape} and w {w.shape} do not fit together")
     out = np.empty((x.shape[0], x.shape[1], w.shape[1]), np.float32)
-    _linear_heads(TAGS[kind], x, w, out, thread_count())
+    heads, rows, k = x.shape
+    _linear_heads(TAGS[kind], x, w, out, prepared_scratch(kind, heads * rows, k), thread_count())
     return out

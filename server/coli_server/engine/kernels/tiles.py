@@ -15,7 +15,8 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
 from coli_server.engine.kernels import lanes as ln
-from coli_server.engine.kernels.formats import Chunk, format_of
+from coli_server.engine.kernels.dots import IntegerDots, Row, each_block, prepare_row
+from coli_server.engine.kernels.formats import Chunk, Format, format_of
 
 
 def _tile(rows: int, columns: int) -> Any:
@@ -23,8 +24,8 @@ def _tile(rows: int, columns: int) -> Any:
 
     tile(tag, xs, ws, ys, shift, k, valid): xs and ws are addresses of tables of row addresses, int64 [rows]
     and [columns]; ys of a table of result addresses, int64 [rows, columns / 4], to each of which `shift`
-    bytes are added: each takes four float32, or the first `valid` of them. Every product has its own
-    accumulator of 16 lanes, added to in steps of 16 along k.
+    bytes are added: each takes four float32, or the first `valid` of them. Rows of x are prepared where the
+    format has a prepared form. Every product has its own accumulator of 16 lanes, added to along k.
     """
 
     @intrinsic
@@ -35,16 +36,10 @@ def _tile(rows: int, columns: int) -> Any:
             value, xs, ws, ys, shift, k, valid = args
             x_rows, w_rows = _addresses(b, xs, rows), _addresses(b, ws, columns)
             sums = [[_accumulator(b) for _ in w_rows] for _ in x_rows]
-
-            def step(chunk: Chunk) -> None:
-                offset = b.mul(b.add(chunk.start, ln.I64(ln.LANES * chunk.step)), ln.I64(4))
-                x = [_load(b, b.add(row, offset), chunk.mask) for row in x_rows]
-                for j, row in enumerate(w_rows):
-                    w = weights.load(b, value, row, k, chunk)
-                    for i in range(rows):
-                        b.store(ln.fma(b, x[i], w, b.load(sums[i][j])), sums[i][j])
-
-            _each_chunk(b, k, step, unroll=(4,))
+            if weights.dots is None:
+                _sum_products(b, weights, x_rows, [Row(row, k, value) for row in w_rows], sums)
+            else:
+                _sum_dots(b, weights.dots, x_rows, [Row(row, k, value) for row in w_rows], sums)
             quads = [[b.load(cell) for cell in row[j : j + 4]] for row in sums for j in range(0, columns, 4)]
             results = [ln.sum_four(b, quad) for quad in quads]
             _store_quads(b, results, [b.add(y, shift) for y in _addresses(b, ys, len(results))], valid)
@@ -53,6 +48,86 @@ def _tile(rows: int, columns: int) -> Any:
         return types.void(tag, *[types.int64] * 6), generate
 
     return tile
+
+
+def _sum_products(
+    b: Any, weights: Format, x_rows: list[Any], w_rows: list[Row], sums: list[list[Any]]
+) -> None:
+    """Add to the sums by one multiplication a weight; x rows are float32."""
+    ahead = _behind(b, w_rows)
+
+    def step(chunk: Chunk) -> None:
+        offset = b.mul(b.add(chunk.start, ln.I64(ln.LANES * chunk.step)), ln.I64(4))
+        x = [_load(b, b.add(row, offset), chunk.mask) for row in x_rows]
+        for j, row in enumerate(w_rows):
+            if len(x) == 1:
+                weights.prefetch(b, b.add(row.address, ahead), chunk)
+            w = weights.load(b, row.tag, row.address, row.k, chunk)
+            for i, values in enumerate(x):
+                b.store(ln.fma(b, values, w, b.load(sums[i][j])), sums[i][j])
+
+    _each_chunk(b, w_rows[0].k, step, unroll=(4,))
+
+
+def _behind(b: Any, w_rows: list[Row]) -> Any:
+    """How many bytes behind a row the one lies that takes its place next.
+
+    With one row of x, memory is what takes time, and rows of weights are too short streams for the processor
+    to foresee the next: so these are asked for meanwhile.
+    """
+    return b.mul(b.sub(w_rows[1].address, w_rows[0].address), ln.I64(len(w_rows)))
+
+
+def _sum_dots(b: Any, dots: IntegerDots, x_rows: list[Any], w_rows: list[Row], sums: list[list[Any]]) -> None:
+    """Add to the sums by dot-product instructions; x rows are prepared."""
+    ahead = _behind(b, w_rows)
+
+    def step(start: Any, rest: Any) -> None:
+        number = b.udiv(start, ln.I64(dots.block))
+        x = [b.add(row, b.mul(number, ln.I64(dots.size))) for row in x_rows]
+        for j, row in enumerate(w_rows):
+            if len(x) == 1:
+                ln.prefetch(b, b.add(b.add(row.address, ahead), b.mul(number, ln.I64(64))))
+            w = dots.weights(b, row, start, rest)
+            for i, block in enumerate(x):
+                b.store(dots.add(b, block, w, b.load(sums[i][j])), sums[i][j])
+
+    each_block(b, dots.block, w_rows[0].k, step)
+
+
+@intrinsic
+def prepared_bytes(_context: Any, tag: Any, k: Any) -> Any:
+    """Bytes of a prepared row of k activations, a multiple of 64; 0 where rows are taken as they are."""
+    dots = format_of(tag).dots
+
+    def generate(_context: Any, b: Any, _signature: Any, args: Any) -> Any:
+        if dots is None:
+            return ln.I64(0)
+        blocks = b.udiv(b.add(args[1], ln.I64(dots.block - 1)), ln.I64(dots.block))
+        return b.mul(blocks, ln.I64(dots.size))
+
+    return types.int64(tag, types.int64), generate
+
+
+@intrinsic
+def prepare(_context: Any, tag: Any, x: Any, k: Any, out: Any) -> Any:
+    """Prepare a row of k float32 at address x at address `out`; only where there is a prepared form."""
+    dots = format_of(tag).dots
+
+    def generate(context: Any, b: Any, _signature: Any, args: Any) -> Any:
+        if dots is not None:
+            prepare_row(b, dots, *args[1:])
+        return context.get_dummy_value()
+
+    return types.void(tag, *[types.int64] * 3), generate
+
+
+@intrinsic
+def task_rows(_context: Any, tag: Any) -> Any:
+    """Results of a first product that a task works out, so that it can prepare them for a second."""
+    dots = format_of(tag).dots
+    rows = 16 if dots is None else max(64, dots.block)
+    return types.int64(tag), lambda *_: ln.I64(rows)
 
 
 def _addresses(b: Any, table: Any, count: int) -> list[Any]:
@@ -136,8 +211,8 @@ def _stack(words: int) -> Any:
 STACK_8 = _stack(8)
 STACK_16 = _stack(16)
 STACK_64 = _stack(64)
-STACK_96 = _stack(96)
 STACK_384 = _stack(384)
+STACK_768 = _stack(768)
 
 
 @intrinsic

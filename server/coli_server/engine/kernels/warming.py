@@ -54,9 +54,8 @@ def _warm_experts(kind: int) -> None:
     slot = np.zeros(3 * size, np.uint8)
     shape = ExpertShape(kind, d=4, f=4, gate_offset=0, up_offset=size, down_offset=2 * size)
     one, start = np.zeros(1, np.int32), np.array([0, 1], np.int32)
-    experts_ffn(
-        _zeros(1, 4), one, start, np.array([slot.ctypes.data]), shape, _zeros(1, 4), _zeros(1, 4), one
-    )
+    at, scratch = np.array([slot.ctypes.data]), _zeros(1, shape.hidden)
+    experts_ffn(_zeros(1, 4), one, start, at, shape, scratch, _zeros(1, 4), one)
 
 
 def _weights(kind: int) -> Array:
