@@ -79,20 +79,29 @@ def _behind(b: Any, w_rows: list[Row]) -> Any:
 
 
 def _sum_dots(b: Any, dots: IntegerDots, x_rows: list[Any], w_rows: list[Row], sums: list[list[Any]]) -> None:
-    """Add to the sums by dot-product instructions; x rows are prepared."""
+    """Add to the sums by dot-product instructions; x rows are prepared.
+
+    Several rows of x meet two rows of weights at a time: with more, their blocks would not stay in registers.
+    """
+    lone = len(x_rows) == 1
+    width = len(w_rows) if lone else 2
     ahead = _behind(b, w_rows)
 
-    def step(start: Any, rest: Any) -> None:
-        number = b.udiv(start, ln.I64(dots.block))
-        x = [b.add(row, b.mul(number, ln.I64(dots.size))) for row in x_rows]
-        for j, row in enumerate(w_rows):
-            if len(x) == 1:
-                ln.prefetch(b, b.add(b.add(row.address, ahead), b.mul(number, ln.I64(64))))
-            w = dots.weights(b, row, start, rest)
-            for i, block in enumerate(x):
-                b.store(dots.add(b, block, w, b.load(sums[i][j])), sums[i][j])
+    def add_columns(columns: range) -> None:
+        def step(start: Any, rest: Any) -> None:
+            number = b.udiv(start, ln.I64(dots.block))
+            blocks = [b.add(row, b.mul(number, ln.I64(dots.size))) for row in x_rows]
+            weights = [dots.weights(b, w_rows[j], start, rest) for j in columns]
+            for j in columns if lone else ():
+                ln.prefetch(b, b.add(b.add(w_rows[j].address, ahead), b.mul(number, ln.I64(64))))
+            for i, block in enumerate(blocks):
+                for j, w in zip(columns, weights, strict=True):
+                    b.store(dots.add(b, block, w, b.load(sums[i][j])), sums[i][j])
 
-    each_block(b, dots.block, w_rows[0].k, step)
+        each_block(b, dots.block, w_rows[0].k, step)
+
+    for first in range(0, len(w_rows), width):
+        add_columns(range(first, first + width))
 
 
 @intrinsic
