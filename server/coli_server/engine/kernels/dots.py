@@ -170,8 +170,8 @@ def _joined(b: ln.Builder, high: ln.Value, low: ln.Value) -> ln.Value:
 def _narrow(b: ln.Builder, chunks: Sequence[ln.Value]) -> ln.Value:
     """The lowest bytes of four vectors of int32, int8 [64]."""
     parts = [b.trunc(chunk, ln.vector(ln.I8)) for chunk in chunks]
-    halves = [ln.shuffle(b, parts[i], parts[i + 1], range(32)) for i in (0, 2)]
-    return ln.shuffle(b, *halves, range(64))
+    halves = [ln.shuffle(b, parts[i], parts[i + 1], list(range(32))) for i in (0, 2)]
+    return ln.shuffle(b, halves[0], halves[1], range(64))
 
 
 def _scales(b: ln.Builder, x: Sequence[ln.Value]) -> tuple[ln.Value, ln.Value]:
