@@ -38,6 +38,16 @@ def test_shards_with_an_index(sharded):
     assert (len(index), index.nbytes, "a" in index, "c" in index) == (2, 11, True, False)
 
 
+def test_values_are_read_into_memory_of_the_caller(sharded):
+    index, room = CheckpointIndex.open(sharded), np.full(5, 7, np.uint8)
+    values = index.read("b", room[1:4])
+    assert room.tobytes() == b"\x07xyz\x07"
+    assert np.shares_memory(values, room)
+    assert values.shape == (3,)
+    with pytest.raises(ValueError, match="'b' has 3 bytes, but there is room for 4"):
+        index.read("b", room[:4])
+
+
 def test_the_index_decides_which_files_are_shards(sharded, shard_writer):
     shard_writer(sharded / "consolidated.safetensors", ONE)
     assert list(CheckpointIndex.open(str(sharded))) == ["a", "b"]

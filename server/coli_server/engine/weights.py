@@ -157,21 +157,20 @@ class Weights:
 
     def _read_packed(self, pieces: Sequence[Piece], kind: Kind) -> Stored:
         """Values of `pieces` as `kind`, flat."""
-        if len(pieces) == 1:  # as it comes: a copy of a large table would need its memory twice
-            data = self._read_piece(pieces[0], kind)
-        else:
-            dtype, at = np.dtype(STORED_AS[kind]), 0
-            data = self._memory.take(dtype.itemsize * sum(piece.items(kind) for piece in pieces)).view(dtype)
-            for piece in pieces:
-                part = self._read_piece(piece, kind)
-                data[at : at + part.size] = part
-                at += part.size
+        dtype, at = np.dtype(STORED_AS[kind]), 0
+        size = dtype.itemsize * sum(piece.items(kind) for piece in pieces)
+        data: Stored = self._memory.take(size).view(dtype)
+        for piece in pieces:
+            part = data[at : at + piece.items(kind)]
+            if piece.kind == kind:
+                self.index.read(piece.info.name, part)
+            else:
+                part[:] = self._widened(piece)
+            at += part.size
         self.nbytes += data.nbytes
         return data
 
-    def _read_piece(self, piece: Piece, kind: Kind) -> Stored:
-        if piece.kind == kind:
-            return self.index.read(piece.info.name).reshape(-1)
+    def _widened(self, piece: Piece) -> F32:
         if piece.kind.quantised:
             return dequantise(self.index.read(piece.info.name), piece.kind, piece.columns).reshape(-1)
         return self.index.read_f32(piece.info.name).reshape(-1)

@@ -113,18 +113,24 @@ class CheckpointIndex(Mapping[str, TensorInfo]):
             )
         return tensor
 
-    def read(self, name: str) -> NDArray[Any]:
+    def read(self, name: str, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """The tensor's values in its shape; bfloat16 and float16 as uint16 bits, 8-bit floats as uint8.
 
-        Raises CheckpointError for a dtype whose elements are not whole bytes and for a file that fails.
+        They are read into `out`, C-contiguous and of as many bytes, if it is given.
+
+        Raises CheckpointError for a dtype whose elements are not whole bytes and for a file that fails,
+        ValueError for an `out` of another size.
         """
         tensor = self[name]
         stored = _STORED_AS.get(tensor.dtype)
         if stored is None:
             raise CheckpointError(f"{tensor.file}: tensor {name!r}: dtype {tensor.dtype} cannot be read")
-        out = np.empty(tensor.shape, stored)
+        if out is None:
+            out = np.empty(tensor.shape, stored)
+        elif out.nbytes != tensor.nbytes:
+            raise ValueError(f"{name!r} has {tensor.nbytes} bytes, but there is room for {out.nbytes}")
         _read_into(tensor, 0, out.reshape(-1).view(np.uint8))
-        return out
+        return out.reshape(-1).view(stored).reshape(tensor.shape)
 
     def read_f32(self, name: str) -> NDArray[np.float32]:
         """The tensor's values widened (or, from F64, rounded) to float32.
