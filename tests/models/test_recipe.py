@@ -9,7 +9,7 @@ import pytest
 
 from coli_server.errors import ModelError
 from coli_server.models import DEFAULT_MODEL
-from coli_server.models.recipe import Recipe, dump_recipe, load_recipe
+from coli_server.models.recipe import Recipe, dump_recipe, load_recipe, read_recipe
 
 
 def _saved(path: Path, recipe: Recipe) -> str:
@@ -39,6 +39,18 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"hello")
     with pytest.raises(ModelError, match="not a recipe"):
         load_recipe(path, hashlib.sha256(b"hello").hexdigest())
+
+
+def test_another_format_is_named(tiny: Any, tmp_path: Path) -> None:
+    path = tmp_path / "recipe"
+    path.write_bytes(dump_recipe(tiny.recipe).replace(b"coli-carving-2", b"coli-carving-9"))
+    with pytest.raises(ModelError, match="format is 'coli-carving-9', must be 'coli-carving-2'"):
+        read_recipe(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="absent: not a recipe"):
+        read_recipe(tmp_path / "absent")
 
 
 def test_every_neuron_has_exactly_one_place(tiny: Any) -> None:

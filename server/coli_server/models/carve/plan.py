@@ -16,18 +16,18 @@ class Plan:
     """Settings of a run. An interrupted run goes on under the same plan only."""
 
     steps: int = 1000
-    batch: int = 8
+    batch: int = 4
     """Windows in a step."""
     window: int = 256
     """Tokens in a window."""
-    router_rate: float = 0.03
+    router_rate: float = 0.02
     """Peak learning rate of router weights, relative to their root mean square at the start."""
     bias_rate: float = 0.003
     scale_rate: float = 0.004
     """Of the logarithms of output scales."""
     temperature: float = 0.05
     """Width of the soft border between chosen experts and others, on sigmoid scores."""
-    spread: float = 0.5
+    spread: float = 0.15
     """Standard deviation of router logits at the start."""
     seed: int = 5
 
