@@ -1,7 +1,7 @@
 """The model that speed is measured with: OLMoE-1B-7B's shape, fewer layers, random weights from a seed.
 
-Random weights route uniformly, which is the worst that a cache of experts can meet. The same tensors are
-written as a GGUF file for the peer.
+It routes uniformly, which is the worst that a cache of experts can meet: every token chooses its experts
+without regard to the ones before. The same tensors are written as a GGUF file for the peer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from coli_server.models.dense import bfloat16_bits, bfloat16_values
 LAYERS, HIDDEN, WIDTH, EXPERTS, K, HEADS, VOCAB = 8, 2048, 1024, 64, 8, 16, 50304
 CONTEXT, EPS, THETA, DEVIATION, SEED = 4096, 1e-5, 10000.0, 0.02, 1
 
+# Factors on the deviation. If they were one, attention, a mean over the text, would drown the token itself:
+# neighbours would choose the same experts. And experts would add so little that no test would see wrong ones.
+EMBEDDING_FACTOR, DOWN_FACTOR = 64, 16
+
 Say = Callable[[str], object]
 
 
 def make_model(folder: Path, layers: int, say: Say) -> Path:
-    """The folder `olmoe-<layers>` in `folder`, made if it is not there."""
-    made = folder / f"olmoe-{layers}"
+    """The folder `olmoe-<layers>-uniform` in `folder`, made if it is not there."""
+    made = folder / f"olmoe-{layers}-uniform"
     if made.exists():
         return made
     part = made.with_name(made.name + ".partial")
@@ -55,7 +59,8 @@ def _layer(layer: int) -> Iterator[Tensor]:
     prefix = f"model.layers.{layer}."
     for expert in range(EXPERTS):
         for part, shape in (("gate", (WIDTH, HIDDEN)), ("up", (WIDTH, HIDDEN)), ("down", (HIDDEN, WIDTH))):
-            yield _random(f"{prefix}mlp.experts.{expert}.{part}_proj.weight", *shape)
+            factor = DOWN_FACTOR if part == "down" else 1
+            yield _random(f"{prefix}mlp.experts.{expert}.{part}_proj.weight", *shape, factor=factor)
     yield _random(f"{prefix}mlp.gate.weight", EXPERTS, HIDDEN)
     for part in "qkvo":
         yield _random(f"{prefix}self_attn.{part}_proj.weight", HIDDEN, HIDDEN)
@@ -64,16 +69,16 @@ def _layer(layer: int) -> Iterator[Tensor]:
 
 
 def _ends() -> Iterator[Tensor]:
-    yield _random("model.embed_tokens.weight", VOCAB, HIDDEN)
+    yield _random("model.embed_tokens.weight", VOCAB, HIDDEN, factor=EMBEDDING_FACTOR)
     yield _random("lm_head.weight", VOCAB, HIDDEN)
     yield _ones("model.norm.weight")
 
 
-def _random(name: str, *shape: int) -> Tensor:
-    """Normal numbers that the name and the seed decide."""
+def _random(name: str, *shape: int, factor: int = 1) -> Tensor:
+    """Normal numbers that the name and the seed decide, `factor` times as large as usual."""
     seed = int.from_bytes(hashlib.sha256(f"{SEED} {name}".encode()).digest()[:8], "little")
     values = np.random.Generator(np.random.SFC64(seed)).standard_normal(shape, np.float32)
-    values *= np.float32(DEVIATION)
+    values *= np.float32(DEVIATION * factor)
     return Tensor(name, "BF16", bfloat16_bits(values))
 
 
@@ -106,11 +111,11 @@ def _config(layers: int) -> dict[str, Any]:
 
 
 def _tokenizer() -> str:
-    """Bytes as tokens: a vocabulary without merges."""
+    """Bytes as tokens, without merges; higher ids are words, so that every token that is made has a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = {word: number for number, word in enumerate(alphabet)}
+    words = {word: number for number, word in enumerate([*alphabet, *(f"t{n}" for n in range(256, VOCAB))])}
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
