@@ -19,7 +19,7 @@ LEAVES = {"errors", "ranges", "settings"}
 ALLOWED = {
     "cli": {"daemon", "bench", "models", "coli_client"},
     "daemon": {"engine", "routing", "protocol", "telemetry"},
-    "bench": {"engine", "routing", "models", "coli_client"},
+    "bench": {"engine", "experts", "routing", "models", "coli_client"},
     "engine": {"experts", "routing", "telemetry"},
     "models": {"engine", "experts"},
     "experts": set(),

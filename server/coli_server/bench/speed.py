@@ -7,35 +7,44 @@ meanwhile. The benchmark model is made on the first run: 7 GB for 8 layers, and 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from coli_server.bench.speed_daemon import daemon_rows
-from coli_server.bench.speed_model import EXPERTS, VOCAB, make_gguf, make_model
+from coli_server.bench.speed_cgroup import memory_group
+from coli_server.bench.speed_daemon import daemon_rows, start_row
+from coli_server.bench.speed_disk import default_disk, disk, disk_against_peer
+from coli_server.bench.speed_model import VOCAB, make_gguf, make_model
+from coli_server.bench.speed_overhead import overhead
+from coli_server.bench.speed_pace import pace
+from coli_server.bench.speed_program import PEER, coli, peer
 from coli_server.bench.speed_report import Report, Row
-from coli_server.errors import ConfigurationError, ModelError
+from coli_server.bench.speed_serving import Subject
+from coli_server.errors import ColiError, ConfigurationError
+from coli_server.models import ensure_default_model
 from coli_server.models.convert import Conversion, convert
 from coli_server.settings import cache_folder
 
-PARTS = ("prefill16", "prefill8", "prefill4", "decode16", "decode8", "decode4", "disk", "daemon")
+PARTS = (
+    "prefill16", "prefill8", "prefill4", "decode16", "decode8", "decode4", "overhead",
+    "disk", "default-disk", "daemon", "default-daemon", "pace",
+)  # fmt: skip
+BOTH = ("overhead", "pace")
 GOALS = {"decode16": 1.0, "decode8": 1.0, "decode4": 0.9, "prefill16": 1.3, "prefill8": 1.0, "prefill4": 1.0}
+PEERED = (*GOALS, "disk")
 PEER_FILES = {16: "bf16", 8: "q8_0", 4: "q4_0"}
 PROMPT, TOKENS, ROUNDS = 256, 32, 3
-PEER_DISK_TOKENS = 6
-_SPARE = 150  # MiB between Coli's budget and a limit at which the system would end it
-CACHE_ROUTE = {"mode": "max-rank", "j": 2, "m": 24}
-
-# Set by some machines for all programs, and slow for NumPy's products; the peer's threads must not spin.
-_UNSET = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+RAM, DEFAULT_RAM = 10 << 30, 2 << 30  # of daemons on the benchmark model and on the default one
+UNIFORM = (
+    "The benchmark model has random weights, and those route uniformly: hit rates of its experts, and what "
+    "CACHE_ROUTE gains on it, say nothing about a trained model."
+)
 
 
 def main(words: Sequence[str]) -> int:
@@ -54,11 +63,18 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--cgroup",
-        type=Path,
-        metavar="FOLDER",
-        help="a memory cgroup: for `disk` one with a limit is made in it",
+        metavar="FOLDER|auto",
+        help="a memory cgroup: for `disk` and the peer one with a limit is made in it; auto: this process's",
     )
     parser.add_argument("--limit", type=int, default=2500, metavar="MIB", help="that limit (2500)")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="texts for `default-disk` (default: those that the default model's makers kept for it)",
+    )
     parser.add_argument("--make", action="store_true", help="make the models of the parts, measure nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there too")
@@ -66,25 +82,40 @@ def main(words: Sequence[str]) -> int:
     parts = arguments.only.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         raise ConfigurationError(f"--only={unknown[0]}: there are {', '.join(PARTS)}")
-    folder = arguments.folder or cache_folder() / "bench"
-    models = Models(folder, arguments.layers, arguments.peer)
-    for bits in sorted({_bits(part) for part in parts}, reverse=True):
-        models.coli(bits)
-        if arguments.peer is not None:
-            models.peer(bits)
+    group = memory_group(arguments.cgroup)
+    models = Models(arguments.folder or cache_folder() / "bench", arguments.layers, arguments.peer)
+    _make(parts, models)
     if arguments.make:
         return 0
-    report = measure(parts, models, arguments)
+    report = Report(machine=_machine(), command=" ".join(["coli bench speed", *words]))
+    conditions = Conditions(arguments.threads, group, arguments.limit, arguments.text)
+    measure(report, parts, models, conditions)
     text = report.markdown()
     print(text)
     for file, content in ((arguments.markdown, text + "\n"), (arguments.json, report.json())):
         if file is not None:
             file.write_text(content)
-    return 0
+    return int(bool(report.failed))
+
+
+def _make(parts: Sequence[str], models: Models) -> None:
+    """Make the models that the parts need, before anything is measured."""
+    benchmark = [part for part in parts if _needs(part, "benchmark")]
+    for bits in sorted({_bits(part) for part in benchmark}, reverse=True):
+        models.coli(bits)
+        if models.python is not None and any(_bits(part) == bits for part in benchmark if part in PEERED):
+            models.peer(bits)
+    if any(_needs(part, "default") for part in parts):
+        _say(f"default model: {models.default}")
+
+
+def _needs(part: str, model: str) -> bool:
+    """Whether a part measures the `benchmark` or the `default` model."""
+    return part in BOTH or (model == "default") == part.startswith("default-")
 
 
 def _bits(part: str) -> int:
-    return int(digits) if (digits := part.lstrip("abcdefghijklmnopqrstuvwxyz")) else 16
+    return int(digits) if (digits := part.lstrip("abcdefghijklmnopqrstuvwxyz-")) else 16
 
 
 def _say(text: str) -> None:
@@ -98,6 +129,19 @@ class Models:
     folder: Path
     layers: int
     python: Path | None
+
+    @cached_property
+    def default(self) -> Path:
+        """The default model, fetched and made if it is not there."""
+        return ensure_default_model()
+
+    def benchmark(self, threads: int) -> Subject:
+        """The benchmark model for a daemon."""
+        return Subject("benchmark model", self.coli(16), RAM, threads, 1.8, random=True)
+
+    def trained(self, threads: int) -> Subject:
+        """The default model for a daemon."""
+        return Subject("default model", self.default, DEFAULT_RAM, threads, 3.0, random=False)
 
     def coli(self, bits: int) -> Path:
         """Coli's folder; in 8 and 4 bits, all matrices but router and embeddings are of 8 bits or fewer."""
@@ -117,76 +161,72 @@ class Models:
         if not made.exists():
             _say(f"making {made.name}")
             part = made.with_name(made.name + ".partial")
-            command = [str(self.python), str(_PEER), "quantize", str(source), str(part), PEER_FILES[bits]]
+            command = [str(self.python), str(PEER), "quantize", str(source), str(part), PEER_FILES[bits]]
             subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
             part.replace(made)
         return made
 
 
-_PEER = Path(__file__).with_name("speed_peer.py")
+@dataclass(frozen=True)
+class Conditions:
+    """How it is measured: a memory `limit` in MiB can be set in `group`; `texts` are for `default-disk`."""
+
+    threads: int
+    group: Path | None
+    limit: int
+    texts: Sequence[Path]
 
 
-class Program:
-    """A process that answers JSON lines."""
-
-    def __init__(self, command: Sequence[str], enter: Callable[[], None] | None = None) -> None:
-        environment = {name: value for name, value in os.environ.items() if name not in _UNSET}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            env=environment, preexec_fn=enter,
-        )  # fmt: skip
-        self.started = self._read()
-
-    def ask(self, **task: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(task) + "\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            command = " ".join(map(str, self._process.args))  # type: ignore[arg-type]
-            raise ModelError(f"ended with status {self._process.wait()}: {command}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
-def coli(folder: Path, threads: int, *flags: str, enter: Callable[[], None] | None = None) -> Program:
-    command = [sys.executable, "-m", "coli_server.bench.speed_worker", str(folder), "--threads", str(threads)]
-    return Program([*command, *flags], enter)
-
-
-def peer(models: Models, bits: int, threads: int, enter: Callable[[], None] | None = None) -> Program | None:
-    if models.python is None:
-        return None
-    return Program([str(models.python), str(_PEER), "run", str(models.peer(bits)), str(threads)], enter)
-
-
-def measure(parts: Sequence[str], models: Models, arguments: Any) -> Report:
-    """Run the parts, those of the same weights together."""
-    report = Report(machine=_machine(), command="coli bench speed " + " ".join(sys.argv[3:]))
+def measure(report: Report, parts: Sequence[str], models: Models, conditions: Conditions) -> None:
+    """Run the parts, those of the same weights together. One that fails leaves the others' rows."""
     for bits in (16, 8, 4):
         some = [part for part in parts if part in (f"prefill{bits}", f"decode{bits}")]
         if some:
-            _say(f"resident, {bits} bits")
-            with ExitStack() as stack:
-                resident(report, some, bits, models, arguments.threads, stack)
-    if "disk" in parts:
-        _say("disk-bound")
-        with limited(arguments.cgroup, arguments.limit) as enter:
-            ram = "8G" if enter is None else f"{arguments.limit - _SPARE}M"
-            disk(report, models, arguments.threads, ram, enter)
-    if "daemon" in parts:
-        _say("daemon")
-        report.rows += daemon_rows(models.coli(16), arguments.threads)
-    return report
+            with _part(report, ", ".join(some)), ExitStack() as stack:
+                resident(report, some, bits, models, conditions.threads, stack)
+    for part in parts:
+        if part not in GOALS:
+            with _part(report, part):
+                _run(report, part, models, conditions)
+    if any(_needs(part, "benchmark") for part in parts):
+        report.notes.append(UNIFORM)
+
+
+@contextmanager
+def _part(report: Report, name: str) -> Iterator[None]:
+    """Say what begins, and in the report what has failed."""
+    _say(name)
+    try:
+        yield
+    except ColiError as error:
+        _say(f"{name}: {error}")
+        report.failed[name] = str(error)
+
+
+def _run(report: Report, part: str, models: Models, conditions: Conditions) -> None:
+    threads = conditions.threads
+    match part:
+        case "overhead":
+            overhead(report, "benchmark model", models.coli(16), "12G", threads)
+            overhead(report, "default model", models.default, "2G", threads)
+        case "disk":
+            disk(report, models.coli(16), threads)
+            if models.python is not None and conditions.group is not None:
+                disk_against_peer(
+                    report, models.coli(16), threads, models.python, models.peer(16), conditions.group,
+                    conditions.limit,
+                )  # fmt: skip
+        case "default-disk":
+            default_disk(report, models.default, threads, conditions.texts)
+        case "daemon":
+            subject = models.benchmark(threads)
+            report.rows.append(start_row(subject))
+            daemon_rows(report, subject)
+        case "default-daemon":
+            daemon_rows(report, models.trained(threads))
+        case "pace":
+            pace(report, models.benchmark(threads))
+            pace(report, models.trained(threads))
 
 
 def resident(
@@ -195,7 +235,7 @@ def resident(
     """Prefill and decode with everything in memory, in turns with the peer."""
     ours = coli(models.coli(bits), threads, "--ram", "12G")
     stack.callback(ours.close)
-    theirs = peer(models, bits, threads)
+    theirs = None if models.python is None else peer(models.python, models.peer(bits), threads)
     if theirs is not None:
         stack.callback(theirs.close)
         report.peer = str(theirs.started["version"])
@@ -232,67 +272,6 @@ def _same_logits(ours: Sequence[float], theirs: Sequence[float]) -> Row:
     dot = sum(a * b for a, b in zip(ours, theirs, strict=True))
     size = (sum(a * a for a in ours) * sum(b * b for b in theirs)) ** 0.5
     return Row("agreement of logits with the peer's (cosine)", dot / size, 1.0, dot / size, 0.99)
-
-
-def disk(report: Report, models: Models, threads: int, ram: str, enter: Callable[[], None] | None) -> None:
-    """RAM for a quarter of the experts, read past the page cache; the peer with mmap under the same limit."""
-    quarter = ("--ram", ram, "--experts-per-layer", str(EXPERTS // 4), "--direct")
-    ours = coli(models.coli(16), threads, *quarter, enter=enter)
-    try:
-        limit = ours.ask(do="disk")["rate"]
-        ours.ask(do="prefill", ids=list(range(1, 17)))
-        stock = [ours.ask(do="decode", ids=_tokens(n)) for n in range(ROUNDS)]
-        ours.ask(do="policy", policy=CACHE_ROUTE)
-        ours.ask(do="prefill", ids=list(range(1, 17)))
-        routed = [ours.ask(do="decode", ids=_tokens(n)) for n in range(ROUNDS + 1)][1:]
-    finally:
-        ours.close()
-    report.measured |= {"disk_read": limit, "disk_stock": stock, "disk_cache_route": routed}
-    rates = [TOKENS / answer["seconds"] for answer in stock]
-    allowed = [TOKENS / (answer["bytes"] / limit) for answer in stock]
-    report.rows.append(Row.against("disk-bound decode against the disk, tokens/s", rates, allowed, 0.8))
-    faster = [TOKENS / answer["seconds"] for answer in routed]
-    theirs = _peer_on_disk(models, threads, enter)
-    for name, values, goal in (("disk-bound decode", rates, 10), ("with CACHE_ROUTE J=2 M=24", faster, 14)):
-        report.rows.append(Row.against(f"{name}, tokens/s", values, theirs, goal))
-    report.rows.append(Row.against("CACHE_ROUTE against stock (uniform routing)", faster, rates, None))
-
-
-def _peer_on_disk(models: Models, threads: int, enter: Callable[[], None] | None) -> list[float] | None:
-    """Only under a limit: without one the page cache holds the whole file."""
-    if enter is None or (theirs := peer(models, 16, threads, enter)) is None:
-        return None
-    try:
-        theirs.ask(do="prefill", ids=[1, 2])
-        answer = theirs.ask(do="decode", ids=_tokens(0)[:PEER_DISK_TOKENS])
-    finally:
-        theirs.close()
-    return [PEER_DISK_TOKENS / answer["seconds"]]
-
-
-def _tokens(number: int) -> list[int]:
-    return [(13 * i + 997 * number) % VOCAB for i in range(TOKENS)]
-
-
-@contextmanager
-def limited(parent: Path | None, mebibytes: int) -> Iterator[Callable[[], None] | None]:
-    """What a child calls first to have at most so much memory, page cache included; None without a cgroup."""
-    if parent is None:
-        yield None
-        return
-    group = parent / f"coli-bench-{os.getpid()}"
-    group.mkdir()
-    try:
-        old = group / "memory.limit_in_bytes"
-        (old if old.exists() else group / "memory.max").write_text(str(mebibytes << 20))
-        yield lambda: _join(group)
-    finally:
-        time.sleep(1)
-        group.rmdir()
-
-
-def _join(group: Path) -> None:
-    (group / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def _machine() -> str:

@@ -26,13 +26,24 @@ class Row:
 
     @classmethod
     def against(
-        cls, name: str, values: Sequence[float], limits: Sequence[float] | None, goal: float | None
+        cls,
+        name: str,
+        values: Sequence[float],
+        limits: Sequence[float] | None,
+        goal: float | None,
+        *,
+        at_most: bool = False,
     ) -> Row:
         """Medians of repeated measurements."""
         value = statistics.median(values)
         limit = None if limits is None else statistics.median(limits)
         ratio = None if limit is None else value / limit
-        return cls(name, value, limit, ratio, goal, (min(values), max(values)))
+        return cls(name, value, limit, ratio, goal, (min(values), max(values)), at_most)
+
+    @classmethod
+    def within(cls, name: str, value: float, limit: float, goal: float = 1.0) -> Row:
+        """A value that may be `goal` times `limit` at most."""
+        return cls(name, value, limit, value / limit, goal, at_most=True)
 
     @property
     def verdict(self) -> str:
@@ -47,14 +58,21 @@ class Row:
         return [self.name, f"{self.value:.4g}{spread}", limit, ratio, goal, self.verdict]
 
 
+def p99(values: Sequence[float]) -> float:
+    """The value that 99 % do not exceed."""
+    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
+
+
 @dataclass
 class Report:
-    """Everything measured in one run."""
+    """Everything measured in one run. `failed` has the reasons of parts that could not be measured."""
 
     machine: str
     command: str
     peer: str | None = None
     rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
 
     def markdown(self) -> str:
@@ -68,8 +86,14 @@ class Report:
             "|---|---|---|---|---|---|",
         ]
         lines += [f"| {' | '.join(row.cells())} |" for row in self.rows]
-        rates = {name: value for name, value in self.measured.items() if "_read" in name}
-        lines += ["", *(f"* {name}: {value / 1e9:.1f} GB/s" for name, value in rates.items())]
+        rates = {
+            name: value
+            for name, value in self.measured.items()
+            if "_read" in name and isinstance(value, float)
+        }
+        lines += ["", *(f"* {note}" for note in self.notes)]
+        lines += [f"* **{part} failed**: {reason}" for part, reason in self.failed.items()]
+        lines += [f"* {name}: {value / 1e9:.2f} GB/s" for name, value in rates.items()]
         return "\n".join(lines)
 
     def json(self) -> str:
