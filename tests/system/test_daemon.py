@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,26 @@ def test_a_second_signal_ends_the_process_at_once(start_daemon: Any, endless_mod
         until(file, "TOK")
         daemon.process.send_signal(signal.SIGTERM)
         assert daemon.process.wait(30) == 128 + signal.SIGTERM
+
+
+def test_a_daemon_that_has_one_processor_only_ends(
+    small_model: Path, clean_environment: Mapping[str, str]
+) -> None:
+    one = min(os.sched_getaffinity(0))
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "coli_server.cli", "serve", "--listen", "127.0.0.1:0"],
+        env={**clean_environment, "COLI_MODEL": str(small_model)},
+        stderr=subprocess.PIPE, text=True, preexec_fn=lambda: os.sched_setaffinity(0, {one}),
+    )  # fmt: skip
+    assert process.stderr is not None
+    try:
+        while not process.stderr.readline().startswith("READY"):
+            assert process.poll() is None
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_half_closed_input_gets_its_output_and_memcached_tools_read_the_figures(

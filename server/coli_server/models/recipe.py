@@ -24,8 +24,6 @@ from safetensors.numpy import save
 from coli_server.errors import ModelError
 
 FORMAT = "coli-carving-2"
-UNSCALED_FORMAT = "coli-carving-1"
-"""The same without `scale`: every output counts as it is."""
 
 
 @dataclass(frozen=True)
@@ -118,19 +116,15 @@ def read_recipe(path: Path) -> Recipe:
     try:
         with safe_open(path, framework="numpy") as file:
             described = json.loads((file.metadata() or {})["recipe"])
-            if described["format"] not in (FORMAT, UNSCALED_FORMAT):
+            if described["format"] != FORMAT:
                 raise ModelError(f"{path}: format is {described['format']!r}, must be {FORMAT!r}")
-            bias = file.get_tensor("router_bias")
-            unscaled = described["format"] == UNSCALED_FORMAT
             return Recipe(
                 shared=int(described["shared"]),
                 experts_per_token=int(described["experts_per_token"]),
                 order=file.get_tensor("order"),
                 router=file.get_tensor("router"),
-                router_bias=bias,
-                scale=np.ones((len(bias), 1 + bias.shape[1]), np.float32)
-                if unscaled
-                else file.get_tensor("scale"),
+                router_bias=file.get_tensor("router_bias"),
+                scale=file.get_tensor("scale"),
             )
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise ModelError(f"{path}: not a recipe: {error}") from error

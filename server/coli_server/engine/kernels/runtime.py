@@ -32,8 +32,13 @@ def prepare_environment() -> None:
 
     What the user has set stays. A BLAS pool that spins after a call slows the kernels many times over, and
     so does an OpenMP pool while another process holds a core; both are told to sleep instead. Numba takes the
-    first threading layer that it finds when it loads a parallel function: TBB, OpenMP, its own queue.
+    first threading layer that it finds when it loads a parallel function: TBB, OpenMP, its own queue. The last
+    one is right for a single processor: TBB, told to start by any thread but the main one, then waits at the
+    end of the process for a task that nobody runs.
     """
+    single = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1
+    if single:
+        os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("NUMBA_CACHE_DIR", str(code_cache_folder()))
@@ -41,7 +46,8 @@ def prepare_environment() -> None:
         from numba.core import config
 
         config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"]
-    _load_tbb()
+    if not single:
+        _load_tbb()
 
 
 def code_cache_folder() -> Path:

@@ -15,7 +15,7 @@ Windows = Sequence[Sequence[int]]
 class Plan:
     """Settings of a run. An interrupted run goes on under the same plan only."""
 
-    steps: int = 1000
+    steps: int = 500
     batch: int = 4
     """Windows in a step."""
     window: int = 256
