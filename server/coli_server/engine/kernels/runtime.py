@@ -32,9 +32,9 @@ def prepare_environment() -> None:
 
     What the user has set stays. A BLAS pool that spins after a call slows the kernels many times over, and
     so does an OpenMP pool while another process holds a core; both are told to sleep instead. Numba takes the
-    first threading layer that it finds when it loads a parallel function: TBB, OpenMP, its own queue. The last
-    one is right for a single processor: TBB, told to start by any thread but the main one, then waits at the
-    end of the process for a task that nobody runs.
+    first threading layer that it finds when it loads a parallel function: TBB, OpenMP, its own queue. For a
+    single processor it is told to take its own: TBB, started by another thread than the main one, would wait
+    at the end of the process for a task that nobody runs.
     """
     single = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1
     if single:
