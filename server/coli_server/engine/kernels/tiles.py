@@ -60,8 +60,7 @@ def _sum_products(
         offset = b.mul(b.add(chunk.start, ln.I64(ln.LANES * chunk.step)), ln.I64(4))
         x = [_load(b, b.add(row, offset), chunk.mask) for row in x_rows]
         for j, row in enumerate(w_rows):
-            if len(x) == 1:
-                weights.prefetch(b, b.add(row.address, ahead), chunk)
+            weights.prefetch(b, b.add(row.address, ahead), chunk)
             w = weights.load(b, row.tag, row.address, row.k, chunk)
             for i, values in enumerate(x):
                 b.store(ln.fma(b, values, w, b.load(sums[i][j])), sums[i][j])
@@ -72,8 +71,8 @@ def _sum_products(
 def _behind(b: Any, w_rows: list[Row]) -> Any:
     """How many bytes behind a row the one lies that takes its place next.
 
-    With one row of x, memory is what takes time, and rows of weights are too short streams for the processor
-    to foresee the next: so these are asked for meanwhile.
+    Rows of weights are too short streams for the processor to foresee the next, and with few rows of x memory
+    is what takes time: so these are asked for meanwhile.
     """
     return b.mul(b.sub(w_rows[1].address, w_rows[0].address), ln.I64(len(w_rows)))
 
@@ -92,7 +91,7 @@ def _sum_dots(b: Any, dots: IntegerDots, x_rows: list[Any], w_rows: list[Row], s
             number = b.udiv(start, ln.I64(dots.block))
             blocks = [b.add(row, b.mul(number, ln.I64(dots.size))) for row in x_rows]
             weights = [dots.weights(b, w_rows[j], start, rest) for j in columns]
-            for j in columns if lone else ():
+            for j in columns:
                 ln.prefetch(b, b.add(b.add(w_rows[j].address, ahead), b.mul(number, ln.I64(64))))
             for i, block in enumerate(blocks):
                 for j, w in zip(columns, weights, strict=True):
