@@ -39,7 +39,7 @@ def reference(source: Path, dense_reference: Callable[[Path], Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def engine(default_model: Path) -> Iterator[Engine]:
-    engine = Engine.open(default_model, ram="2G")
+    engine = Engine.open(default_model, ram="6G")
     yield engine
     engine.close()
 
@@ -53,7 +53,7 @@ def test_the_carving_with_all_experts_at_weight_one_equals_the_dense_model(
     reference: Any, tokenizer: Tokenizer
 ) -> None:
     with dense_folder() as folder:
-        engine = Engine.open(folder, ram="2G", experts_per_layer=None)
+        engine = Engine.open(folder, ram="6G", experts_per_layer=None)
         for text in TEXTS:
             ids = tokenizer.encode(text).ids
             np.testing.assert_allclose(engine.logits(ids), reference.logits(ids), rtol=0, atol=1e-3)

@@ -38,7 +38,9 @@ SCRAPES = 25
 WINDOW = "2s"
 
 # What stays the same when all goes well.
-STEADY = {"Ready", "Daemons", "Refused", "Connections and sessions", "Reading an expert"}
+STEADY = {
+    "Ready", "Daemons", "Refused", "Connections and sessions", "Reading an expert", "Event loop lag",
+}  # fmt: skip
 STEADY_QUERIES = {"budget", "pin", "drained", "error", "deadline", "stop", "late", "wasted", "KV", "experts"}
 
 
