@@ -18,6 +18,7 @@ import numpy as np
 
 from coli_server.engine.model import Checkpoint
 from coli_server.engine.store import StoreOptions, make_reader
+from coli_server.errors import ModelError
 from coli_server.experts import LayerExperts
 from coli_server.experts.layout import plan_reads
 from coli_server.experts.reader import read_fully
@@ -84,6 +85,17 @@ def storage_bytes() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), None)
+
+
+def resident_bytes(figure: str, process: int | str = "self") -> int:
+    """VmRSS, what a process has in RAM, or VmHWM, the most that it has had there.
+
+    Raises ModelError where the system does not tell.
+    """
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        if line.startswith(f"{figure}:"):
+            return int(line.split()[1]) << 10
+    raise ModelError(f"the system does not tell {figure}")
 
 
 def main() -> None:

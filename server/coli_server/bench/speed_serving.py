@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coli_server.bench.speed_program import environment
+from coli_server.bench.speed_reads import resident_bytes
 from coli_server.bench.speed_streams import Line, Streams, prompt_ids, story
 from coli_server.errors import ModelError
 
@@ -52,10 +53,7 @@ class Daemon:
 
     def memory(self, figure: str) -> int:
         """VmRSS, what it has in RAM, or VmHWM, the most that it has had there, in bytes."""
-        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
-            if line.startswith(f"{figure}:"):
-                return int(line.split()[1]) << 10
-        raise ModelError(f"the system does not tell {figure}")
+        return resident_bytes(figure, self.process.pid)
 
     def rest(self, idle: int = 0) -> None:
         """Wait until nothing runs, and no connection but `idle` ones is open."""

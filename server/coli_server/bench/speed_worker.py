@@ -22,7 +22,7 @@ from coli_server.bench.arms import arms_of, run_arms
 from coli_server.bench.decode import WindowRun
 from coli_server.bench.served import served
 from coli_server.bench.speed_kernels import KernelClock
-from coli_server.bench.speed_reads import storage_bytes
+from coli_server.bench.speed_reads import resident_bytes, storage_bytes
 from coli_server.bench.summary import quality
 from coli_server.engine import Engine, kernels
 from coli_server.engine.api import SamplingOptions
@@ -80,7 +80,7 @@ class Worker:
             "loads": counters.loads - loads,
             "bytes": counters.load_bytes - nbytes,
             "stored": _since(stored),
-            "rss": _resident(),
+            "rss": resident_bytes("VmHWM"),
         }
 
     def clocked(self, ids: list[int]) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Worker:
         before = counters.load_bytes
         runs = run_arms(self.engine, [tuple(window)], arms)
         nbytes, stored = counters.load_bytes - before, _since(stored)
-        answer: dict[str, Any] = {"bytes": nbytes, "stored": stored, "rss": _resident()}
+        answer: dict[str, Any] = {"bytes": nbytes, "stored": stored, "rss": resident_bytes("VmHWM")}
         for arm, (run,) in zip(arms, runs, strict=True):
             self._runs.setdefault(arm.name, []).append(run)
             tokens = len(run.scores.nll)
@@ -197,14 +197,6 @@ def _seconds_of(x: Any, weights: Any, out: Any) -> float:
     start = time.perf_counter()
     kernels.linear(x, weights, kernels.Kind.F32, None, out)
     return time.perf_counter() - start
-
-
-def _resident() -> int:
-    """The most memory that the process has had in RAM."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) << 10
-    return 0
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coli_server.engine import Engine
+from coli_server.models.carve.plan import cut
 from coli_server.models.carve.text import fetch_texts, splits
 from coli_server.models.checkpoint import write_model
 from coli_server.models.dense import read_gguf
@@ -128,11 +129,7 @@ def dense_folder(model: PinnedModel = DEFAULT_MODEL) -> Iterator[Path]:
 
 def token_windows(documents: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     """`count` windows of `WINDOW` tokens, spread evenly over all whole windows of the documents."""
-    windows = [
-        list(ids[start : start + WINDOW])
-        for ids in documents
-        for start in range(0, len(ids) - WINDOW + 1, WINDOW)
-    ]
+    windows = [window for ids in documents for window in cut(ids, WINDOW)]
     picked = np.linspace(0, len(windows) - 1, min(count, len(windows))).round().astype(int)
     return [windows[i] for i in picked]
 

@@ -104,11 +104,7 @@ class IntegerDots:
         If there are only `rest` of them, what is behind is 0.
         """
         at = b.add(row.address, b.lshr(start, ln.I64(self._vectors - 1)))
-        left = rest
-        if rest is not None:  # in bytes of codes: whole 16
-            whole = 16 * self._vectors
-            left = b.lshr(b.and_(b.add(rest, ln.I64(whole - 1)), ln.I64(-whole)), ln.I64(self._vectors - 1))
-        stored = _load(b, at, _BYTES, left)
+        stored = _load(b, at, _BYTES, None if rest is None else self._code_bytes(b, rest))
         if self.bits == 8:
             codes = [b.xor(stored, ln.constant(_BYTES, -128))]
         else:
@@ -117,9 +113,13 @@ class IntegerDots:
             codes = [b.and_(stored, mask), b.and_(shifted, mask)]
         return [*codes, self._weight_scales(b, row, start, rest)]
 
+    def _code_bytes(self, b: ln.Builder, count: ln.Value) -> ln.Value:
+        """Bytes of the codes of `count` weights, which are padded to whole 16 bytes."""
+        whole = 16 * self._vectors
+        return b.lshr(b.and_(b.add(count, ln.I64(whole - 1)), ln.I64(-whole)), ln.I64(self._vectors - 1))
+
     def _weight_scales(self, b: ln.Builder, row: Row, start: ln.Value, rest: ln.Value | None) -> ln.Value:
-        whole = 16 * self._vectors  # codes are padded to so many
-        size = b.lshr(b.and_(b.add(row.k, ln.I64(whole - 1)), ln.I64(-whole)), ln.I64(self._vectors - 1))
+        size = self._code_bytes(b, row.k)
         parts = max(1, self.block // self.span)
         found = None
         for part in range(parts):

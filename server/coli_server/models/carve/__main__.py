@@ -18,6 +18,7 @@ from coli_server.models.carve.chat import dialogues
 from coli_server.models.carve.cluster import swiglu
 from coli_server.models.carve.forward import attention, load_layer, rms_norm, rounded
 from coli_server.models.carve.layerwise import CarvedLayer, Settings, carve_layer
+from coli_server.models.carve.plan import cut
 from coli_server.models.carve.router import Router
 from coli_server.models.carve.text import fetch_texts, splits
 from coli_server.models.dense import DenseModel, bfloat16_bits, read_gguf
@@ -62,7 +63,7 @@ def calibration_windows(
     rows: list[list[int]] = []
     for data_set, count in counts.items():
         texts = fetch_texts(downloads, [name for name in names if name.startswith(data_set + "/")])
-        whole = [window for text in texts.values() for window in _windows(tokenizer.encode(text).ids)]
+        whole = [window for text in texts.values() for window in cut(tokenizer.encode(text).ids, WINDOW)]
         rows += [whole[i] for i in random.choice(len(whole), count, replace=False)]
     rows += [row[:WINDOW] for row in dialogues(dense, dialogue_file)]
     ids = np.full((len(rows), WINDOW), dense.vocabulary.pad)
@@ -71,10 +72,6 @@ def calibration_windows(
         ids[place, : len(row)] = row
         valid[place, : len(row)] = True
     return ids, valid
-
-
-def _windows(ids: list[int]) -> list[list[int]]:
-    return [ids[start : start + WINDOW] for start in range(0, len(ids) - WINDOW + 1, WINDOW)]
 
 
 def make_recipe(
