@@ -103,7 +103,7 @@ def tiny_recipe(experts_per_token: int) -> Recipe:
         order=np.stack([random.permutation(FFN) for _ in range(LAYERS)]).astype(np.uint16),
         router=bfloat16_bits(0.1 * random.standard_normal((LAYERS, EXPERTS, HIDDEN))),
         router_bias=(0.1 * random.standard_normal((LAYERS, EXPERTS))).astype(np.float32),
-        scale=np.exp(0.2 * random.standard_normal((LAYERS, 1 + EXPERTS))).astype(np.float32),
+        scale=np.exp(0.2 * random.standard_normal((LAYERS, 1 + EXPERTS, HIDDEN))).astype(np.float16),
     )
 
 

@@ -62,11 +62,11 @@ def test_a_scale_is_in_the_down_projection_before_it_is_rounded(
     tensors, recipe, dense = stored_tensors(folder), tiny.recipe, read_gguf(tiny.gguf)
     for layer in range(recipe.layers):
         down = dense.tensor(f"model.layers.{layer}.mlp.down_proj.weight")
-        shared = down[:, recipe.shared_neurons(layer)] * recipe.scale[layer, 0]
+        shared = down[:, recipe.shared_neurons(layer)] * recipe.scale[layer, 0][:, None].astype(np.float32)
         expected = {"shared_experts": shared}
         for expert in range(recipe.experts):
-            scaled = down[:, recipe.expert_neurons(layer, expert)] * recipe.scale[layer, 1 + expert]
-            expected[f"experts.{expert}"] = scaled
+            scale = recipe.scale[layer, 1 + expert][:, None].astype(np.float32)
+            expected[f"experts.{expert}"] = down[:, recipe.expert_neurons(layer, expert)] * scale
         for owner, values in expected.items():
             stored = tensors[f"model.layers.{layer}.mlp.{owner}.down_proj.weight"]
             np.testing.assert_array_equal(stored, bfloat16_values(bfloat16_bits(values)))

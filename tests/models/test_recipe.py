@@ -43,8 +43,8 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 def test_another_format_is_named(tiny: Any, tmp_path: Path) -> None:
     path = tmp_path / "recipe"
-    path.write_bytes(dump_recipe(tiny.recipe).replace(b"coli-carving-2", b"coli-carving-9"))
-    with pytest.raises(ModelError, match="format is 'coli-carving-9', must be 'coli-carving-2'"):
+    path.write_bytes(dump_recipe(tiny.recipe).replace(b"coli-carving-3", b"coli-carving-9"))
+    with pytest.raises(ModelError, match="format is 'coli-carving-9', must be 'coli-carving-3'"):
         read_recipe(path)
 
 
@@ -61,13 +61,14 @@ def test_every_neuron_has_exactly_one_place(tiny: Any) -> None:
         assert sorted(np.concatenate(places)) == list(range(96))
 
 
-def test_a_neuron_has_the_scale_of_its_owner(tiny: Any) -> None:
+def test_a_neuron_has_the_scales_of_its_owner(tiny: Any) -> None:
     recipe = tiny.recipe
     for layer in range(recipe.layers):
         scale = recipe.neuron_scale(layer)
-        assert (scale[recipe.shared_neurons(layer)] == recipe.scale[layer, 0]).all()
-        for expert in range(recipe.experts):
-            assert (scale[recipe.expert_neurons(layer, expert)] == recipe.scale[layer, 1 + expert]).all()
+        owners = [recipe.shared_neurons(layer)]
+        owners += [recipe.expert_neurons(layer, expert) for expert in range(recipe.experts)]
+        for neurons, channels in zip(owners, recipe.scale[layer], strict=True):
+            assert (scale[:, neurons] == channels[:, None]).all()
 
 
 def test_a_neutral_recipe_moves_no_neuron_and_weighs_everything_alike(tiny: Any) -> None:
@@ -94,7 +95,10 @@ def _twice(recipe: Recipe) -> Recipe:
         (lambda r: dataclasses.replace(r, experts_per_token=7), "must be 1 to 6"),
         (lambda r: dataclasses.replace(r, router_bias=r.router_bias[:, :5]), "biases"),
         (lambda r: dataclasses.replace(r, router_bias=r.router_bias * np.inf), "not a number"),
-        (lambda r: dataclasses.replace(r, scale=r.scale[:, :6]), r"scales \(3, 6\), must be \(3, 7\)"),
+        (
+            lambda r: dataclasses.replace(r, scale=r.scale[:, :6]),
+            r"scales \(3, 6, 64\), must be \(3, 7, 64\)",
+        ),
         (lambda r: dataclasses.replace(r, scale=r.scale - 2), "not a positive number"),
         (lambda r: dataclasses.replace(r, scale=r.scale * np.nan), "not a positive number"),
     ],

@@ -78,38 +78,50 @@ def disk_against_peer(
 def default_disk(report: Report, folder: Path, threads: int, texts: Sequence[Path]) -> None:
     """The default model with RAM for half of its experts: CACHE_ROUTE=1 against 0 on the same text.
 
-    The text is fed token by token (`bench.decode`), so both arms decode the same tokens; they take turns.
+    Once with the default window of 12 ranks, once with all ranks. The text is fed token by token
+    (`bench.decode`), so all decode the same tokens; they take turns.
     """
     experts = Checkpoint.open(folder).spec.moe.experts
     windows = windows_of(Text.load(folder), read_texts(texts), WINDOWS, WINDOW)
-    found: dict[str, list[Answer]] = {"stock": [], "A": [], "both": []}
+    arms = {"A": "J=2 M=12", "widest": f"J=2 M={experts}"}
+    found: dict[str, list[Answer]] = {"stock": [], "all": [], **{name: [] for name in arms}}
     rates: list[float] = []
     flags = _flags(least_budget(folder, threads, experts // 2), experts // 2)
     with coli(folder, threads, *flags) as ours, disk_meter(folder) as meter:
         for turn, window in enumerate(windows):
             rates.append(_disk_rate(meter, folder))
             answer = ours.ask(do="arms", window=window, turn=turn)
-            found["both"].append(_from_disk(answer, folder))
-            for name in ("stock", "A"):
+            found["all"].append(_from_disk(answer, folder))
+            for name in ("stock", *arms):
                 found[name].append(answer[name])
-        price, ram, slots = ours.ask(do="price")["A"], ours.started["ram"], ours.started["slots"]
+        prices, ram, slots = ours.ask(do="price"), ours.started["ram"], ours.started["slots"]
     limit = statistics.median(rates)
     report.measured |= {"default_disk_read": limit, "default_disk_reads": rates, "default_disk": found}
-    report.measured["default_disk_price"] = price
+    report.measured["default_disk_prices"] = prices
     some = f"default model, disk-bound, {slots} of {experts} experts a layer in memory"
-    stock, routed = (_speeds(found[name]) for name in ("stock", "A"))
     allowed = [answer["tokens"] / (answer["bytes"] / limit) for answer in found["stock"]]
-    read = {name: [answer["bytes"] / answer["tokens"] for answer in found[name]] for name in ("stock", "A")}
-    increase = price["increase"]
+    for name, words in arms.items():
+        report.rows += _arm_rows(
+            f"{some}: CACHE_ROUTE=1 ({words})", found[name], found["stock"], prices[name]
+        )
     report.rows += [
-        Row.against(f"{some}: CACHE_ROUTE=1 (J=2 M=12) against 0, tokens/s (aim: 2)", routed, stock, 1.37),
+        Row.against(
+            f"{some}: CACHE_ROUTE=0 against the disk, tokens/s", _speeds(found["stock"]), allowed, None
+        ),
+        _memory(some, {"all": found["all"]}, ram),
+    ]
+
+
+def _arm_rows(name: str, routed: Sequence[Answer], stock: Sequence[Answer], price: Answer) -> list[Row]:
+    """What one setting of CACHE_ROUTE brings and costs."""
+    increase = price["increase"]
+    return [
+        Row.against(f"{name} against 0, tokens/s (aim: 2)", _speeds(routed), _speeds(stock), 1.37),
         Row(
             "its price: perplexity, % more (95 % interval)",
             increase["value"], None, None, None, (increase["low"], increase["high"]),
         ),
-        Row.against("its bytes read a token", read["A"], read["stock"], None),
-        Row.against(f"{some}: CACHE_ROUTE=0 against the disk, tokens/s", stock, allowed, None),
-        _memory(some, {"both": found["both"]}, ram),
+        Row.against("its bytes read a token", _bytes_a_token(routed), _bytes_a_token(stock), None),
     ]  # fmt: skip
 
 
@@ -146,6 +158,10 @@ def _take_turns(
 
 def _speeds(answers: Sequence[Answer]) -> list[float]:
     return [answer["tokens"] / answer["seconds"] for answer in answers]
+
+
+def _bytes_a_token(answers: Sequence[Answer]) -> list[float]:
+    return [answer["bytes"] / answer["tokens"] for answer in answers]
 
 
 def _memory(name: str, found: Mapping[str, Sequence[Answer]], ram: int) -> Row:

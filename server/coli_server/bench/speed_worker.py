@@ -12,13 +12,13 @@ import mmap
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from coli_server.bench.arms import arms_of, run_arms
+from coli_server.bench.arms import Arm, arms_of, run_arms
 from coli_server.bench.decode import WindowRun
 from coli_server.bench.served import served
 from coli_server.bench.speed_kernels import KernelClock
@@ -51,7 +51,9 @@ class Worker:
         self.engine = engine
         self.sequence = self._fresh(STOCK)
         self.open = True
-        self._arms = arms_of("stock,A", STOCK)
+        stock, default = arms_of("stock,A", STOCK)
+        widest = replace(default.policy, m=self.engine.model.spec.moe.experts)
+        self._arms = [stock, default, Arm("widest", widest, pilot=False)]
         self._runs: dict[str, list[WindowRun]] = {}
 
     def answer(self, task: dict[str, Any]) -> dict[str, Any]:
@@ -126,12 +128,14 @@ class Worker:
         return {"rate": memory_rate()}
 
     def arms(self, window: list[int], turn: int) -> dict[str, Any]:
-        """Decode a window under stock routing and under CACHE_ROUTE=1, every other turn in that order.
+        """Decode a window in each arm, beginning with another one every turn.
 
-        The tokens, seconds and bytes of each arm by its name; `bytes` read by both, and how many of them are
-        `stored` on the disk. Between turns the cache is emptied.
+        The arms: stock routing, CACHE_ROUTE=1 as it is by default (`A`), and with a window of all experts
+        (`widest`). The tokens, seconds and bytes of each by its name; `bytes` read by all of them, and how
+        many are `stored` on the disk. Between arms the cache is emptied.
         """
-        arms = self._arms if turn % 2 == 0 else self._arms[::-1]
+        first = turn % len(self._arms)
+        arms = self._arms[first:] + self._arms[:first]
         counters, stored = self.engine.cache.counters, storage_bytes()
         before = counters.load_bytes
         runs = run_arms(self.engine, [tuple(window)], arms)

@@ -5,10 +5,12 @@ A recipe is data of this project and holds no weights of the source model. It is
     order        uint16  [layers, ffn]              neuron ids: shared expert first, then expert by expert
     router       uint16  [layers, experts, hidden]  bfloat16 bits of the router weights
     router_bias  float32 [layers, experts]          added to the sigmoid scores for ranking only
-    scale        float32 [layers, 1 + experts]      of the outputs: shared expert first, then each routed one
+    scale        float16 [layers, 1 + experts, hidden]  of the outputs, by channel: shared expert first, then
+                                                    each routed one
 
 A token's chosen experts are those of largest sigmoid(z) + bias, where z are the router's products with the
-layer's input. Each weighs 2 * sigmoid(z) times its scale. The shared expert weighs its scale.
+layer's input. Each weighs 2 * sigmoid(z), the shared expert 1. Every channel of an expert's output has a fixed scale
+besides.
 """
 
 import hashlib
@@ -23,7 +25,7 @@ from safetensors.numpy import save
 
 from coli_server.errors import ModelError
 
-FORMAT = "coli-carving-2"
+FORMAT = "coli-carving-3"
 
 
 @dataclass(frozen=True)
@@ -36,17 +38,18 @@ class Recipe:
     order: NDArray[np.uint16]
     router: NDArray[np.uint16]
     router_bias: NDArray[np.float32]
-    scale: NDArray[np.float32]
+    scale: NDArray[np.float16]
 
     def __post_init__(self) -> None:
         layers, ffn = self.order.shape
         routers, biases = self.router.shape, self.router_bias.shape
         if routers[0] != layers or biases != routers[:2]:
             raise ModelError(f"recipe: {layers} layers of neurons, but routers {routers} and biases {biases}")
-        if self.scale.shape != (layers, 1 + self.experts):
+        scales = (layers, 1 + self.experts, routers[2])
+        if self.scale.shape != scales:
             raise ModelError(
-                f"recipe: scales {self.scale.shape}, must be {(layers, 1 + self.experts)}: "
-                "one of the shared expert and one of each routed expert, in every layer"
+                f"recipe: scales {self.scale.shape}, must be {scales}: one for each channel of the shared "
+                "expert's output and of each routed expert's, in every layer"
             )
         if not (np.isfinite(self.scale) & (self.scale > 0)).all():
             raise ModelError("recipe: a scale is not a positive number")
@@ -85,11 +88,10 @@ class Recipe:
         return self.order[layer, first : first + self.expert_width]
 
     def neuron_scale(self, layer: int) -> NDArray[np.float32]:
-        """The scale that applies to each neuron's output, by neuron id, [ffn]."""
-        scale = np.empty(self.order.shape[1], np.float32)
-        scale[self.order[layer]] = np.repeat(
-            self.scale[layer], [self.shared, *[self.expert_width] * self.experts]
-        )
+        """What `down_proj` is multiplied with, by neuron id, [hidden, ffn]."""
+        widths = [self.shared, *[self.expert_width] * self.experts]
+        scale = np.empty((self.scale.shape[2], self.order.shape[1]), np.float32)
+        scale[:, self.order[layer]] = np.repeat(self.scale[layer].T, widths, axis=1)
         return scale
 
     def neutral(self) -> "Recipe":

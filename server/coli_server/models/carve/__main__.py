@@ -109,7 +109,7 @@ def recipe_of(layers: list[CarvedLayer], settings: Settings) -> Recipe:
         order=np.stack([np.argsort(layer.owners, kind="stable") for layer in layers]).astype(np.uint16),
         router=np.stack([bfloat16_bits(layer.router.weight) for layer in layers]),
         router_bias=np.stack([layer.router.bias for layer in layers]).astype(np.float32),
-        scale=np.ones((len(layers), 1 + settings.experts), np.float32),
+        scale=np.ones((len(layers), 1 + settings.experts, layers[0].router.weight.shape[1]), np.float16),
     )
 
 

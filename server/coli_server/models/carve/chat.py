@@ -42,5 +42,5 @@ def uncarved(config: DenseConfig) -> Recipe:
         order=np.tile(np.arange(config.ffn, dtype=np.uint16), (config.layers, 1)),
         router=np.zeros((config.layers, EXPERTS, config.hidden), dtype=np.uint16),
         router_bias=np.zeros((config.layers, EXPERTS), dtype=np.float32),
-        scale=np.ones((config.layers, 1 + EXPERTS), dtype=np.float32),
+        scale=np.ones((config.layers, 1 + EXPERTS, config.hidden), dtype=np.float16),
     )

@@ -57,10 +57,17 @@ class Routers:
     bias: Tensor
     """[layers, experts]"""
     log_scale: Tensor
-    """Logarithms of output scales, shared expert first, [layers, 1 + experts]."""
+    """Logarithms of output scales, shared expert first, [layers, 1 + experts, hidden]."""
 
     def logits(self, layer: int, u: Tensor) -> Tensor:
         return functional.linear(u, self.direction[layer] * self.size[layer])
+
+    def scaled(self, layer: int, down: Tensor, shared: int) -> Tensor:
+        """`down` [hidden, neurons], in the recipe's order, with the output scales in it, bfloat16."""
+        scale = self.log_scale[layer].exp()
+        width = (down.shape[1] - shared) // (len(scale) - 1)
+        by_neuron = torch.cat([scale[:1].expand(shared, -1), scale[1:].repeat_interleave(width, dim=0)])
+        return (down * by_neuron.T).bfloat16()
 
 
 def load_frozen(dense: DenseModel, recipe: Recipe) -> Frozen:
@@ -92,19 +99,19 @@ def load_frozen(dense: DenseModel, recipe: Recipe) -> Frozen:
 
 
 def starting_routers(frozen: Frozen, recipe: Recipe, ids: Tensor, spread: float) -> Routers:
-    """The recipe's routers, made so large that their logits on `ids` deviate by `spread` in each layer.
+    """The recipe's routers, made so large that their logits on `ids` deviate by `spread` at least in each layer.
 
     The order of the scores stays nearly the same: the bias grows with the weights.
     """
     weight = torch.from_numpy(bfloat16_values(recipe.router))
     bias = torch.from_numpy(recipe.router_bias.copy())
-    scale = torch.from_numpy(recipe.scale.copy())
+    scale = torch.from_numpy(recipe.scale.astype(np.float32))
     size = weight.square().mean(dim=(1, 2)).sqrt()
     routers = Routers(weight / size[:, None, None], size, bias, scale.log())
     deviations: list[Tensor] = []
     with torch.no_grad():
         hidden_states(frozen, ids, routers, recipe.experts_per_token, 1.0, deviations)
-    growth = spread / torch.stack(deviations)
+    growth = (spread / torch.stack(deviations)).clamp(min=1)
     return Routers(routers.direction, size * growth, bias * growth[:, None], routers.log_scale)
 
 
@@ -117,7 +124,7 @@ def finished_recipe(start: Recipe, routers: Routers) -> Recipe:
         order=start.order,
         router=bfloat16_bits(weight),
         router_bias=routers.bias.detach().numpy().copy(),
-        scale=routers.log_scale.detach().exp().numpy(),
+        scale=routers.log_scale.detach().exp().numpy().astype(np.float16),
     )
 
 
@@ -147,6 +154,7 @@ def hidden_states(
         u = functional.rms_norm(x, (config.hidden,), layer.ffn_norm, config.norm_eps)
         gate, up = functional.linear(u.bfloat16(), layer.gate_up).chunk(2, dim=-1)
         activation = functional.silu(gate) * up
+        down = layer.down
         if routers is not None:
             logits = routers.logits(number, u)
             if deviations is not None:
@@ -154,21 +162,19 @@ def hidden_states(
             by_neuron = gates(
                 logits,
                 routers.bias[number],
-                routers.log_scale[number],
                 k,
                 temperature,
                 frozen.shared,
                 config.ffn,
             )
             activation = activation * by_neuron.bfloat16()
-        x = x + functional.linear(activation, layer.down).float()
+            down = routers.scaled(number, down, frozen.shared)
+        x = x + functional.linear(activation, down).float()
     return functional.rms_norm(x, (config.hidden,), frozen.norm, config.norm_eps)
 
 
-def gates(
-    logits: Tensor, bias: Tensor, log_scale: Tensor, k: int, temperature: float, shared: int, neurons: int
-) -> Tensor:
-    """What each neuron's output is multiplied with, [..., neurons], from router logits [..., experts].
+def gates(logits: Tensor, bias: Tensor, k: int, temperature: float, shared: int, neurons: int) -> Tensor:
+    """What each neuron's activation is multiplied with, [..., neurons], from router logits [..., experts].
 
     The k best by sigmoid + bias are chosen. The choice itself has no gradient, so in the backward pass it
     is a soft one: a sigmoid, `temperature` wide, around the border between rank k and k + 1.
@@ -181,11 +187,8 @@ def gates(
         border = (best[..., k - 1] + best[..., k])[..., None] / 2
         soft = torch.sigmoid((ranked - border) / temperature)
         chosen = soft + (chosen - soft).detach()
-    scale = log_scale.exp()
-    experts = (2 * scores * scale[1:] * chosen).repeat_interleave(
-        (neurons - shared) // scores.shape[-1], dim=-1
-    )
-    return torch.cat([scale[0].expand(*experts.shape[:-1], shared), experts], dim=-1)
+    experts = (2 * scores * chosen).repeat_interleave((neurons - shared) // scores.shape[-1], dim=-1)
+    return torch.cat([torch.ones_like(experts[..., :1]).expand(*experts.shape[:-1], shared), experts], dim=-1)
 
 
 def rotary(config: DenseConfig, tokens: int) -> tuple[Tensor, Tensor]:
