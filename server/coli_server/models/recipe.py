@@ -9,8 +9,8 @@ A recipe is data of this project and holds no weights of the source model. It is
                                                     each routed one
 
 A token's chosen experts are those of largest sigmoid(z) + bias, where z are the router's products with the
-layer's input. Each weighs 2 * sigmoid(z), the shared expert 1. Every channel of an expert's output has a fixed scale
-besides.
+layer's input. Each weighs 2 * sigmoid(z), the shared expert 1. Besides, every channel of an expert's
+output has a fixed scale.
 """
 
 import hashlib
