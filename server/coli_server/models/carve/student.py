@@ -99,7 +99,7 @@ def load_frozen(dense: DenseModel, recipe: Recipe) -> Frozen:
 
 
 def starting_routers(frozen: Frozen, recipe: Recipe, ids: Tensor, spread: float) -> Routers:
-    """The recipe's routers, made so large that their logits on `ids` deviate by at least `spread` in each layer.
+    """The recipe's routers, grown until their logits on `ids` deviate by at least `spread` in each layer.
 
     The order of the scores stays nearly the same: the bias grows with the weights.
     """
