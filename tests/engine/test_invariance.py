@@ -13,6 +13,7 @@ import pytest
 
 from coli_server.engine import Engine, kernels
 from coli_server.engine.api import Progress, SamplingOptions, TextChunk
+from coli_server.engine.pacing import LEAST
 from coli_server.engine.step import STOCK, Span
 from coli_server.routing import RoutePolicy
 from support.served import MODELS, Served
@@ -74,7 +75,8 @@ def test_prompts_are_read_in_turns(serve: Serve, tmp_path: Path) -> None:
     assert all(event.done < event.total for event in read)
     served.wait(long)
     chunks = [event.done for event in served.seen[long] if isinstance(event, Progress)]
-    assert max(np.diff([0, *chunks])) <= 32, "running sequences wait for no more than a small chunk"
+    assert chunks[0] <= LEAST, "running sequences wait for a small piece at first"
+    assert len(chunks) >= 20, "and pieces grow slowly, however fast they were read"
 
 
 def test_spans_of_one_token_attend_together_as_alone() -> None:

@@ -16,7 +16,7 @@ from coli_server.engine.kernels import (
     Kind,
     experts_ffn,
 )
-from support.arrays import Array, error, guarded, normal, stored, threads, widened
+from support.arrays import Array, error, guarded, normal, rounded, stored, threads, widened
 
 ALPHA, LIMIT = 1.702, 1.5
 
@@ -122,6 +122,18 @@ def test_matches_float64(d: int, f: int, tokens: int, k: int, kind: int) -> None
     assert error(run(made, x, chosen), wanted(made, x, chosen)) < 2e-6
 
 
+@pytest.mark.parametrize(("d", "f"), [(1, 1), (6, 5), (64, 16), (33, 20), (130, 71)])
+@pytest.mark.parametrize(("tokens", "k"), [(1, 5), (17, 3)])
+def test_rounded_activations_match_float64(d: int, f: int, tokens: int, k: int) -> None:
+    """Within what rounding costs: of the input and of what is between the products."""
+    made, x, chosen = (
+        make(d, f, Kind.BF16_DOT),
+        normal(np.random.default_rng(d), tokens, d),
+        choose(tokens, k),
+    )
+    assert error(run(made, x, chosen), wanted(made, rounded(x), chosen)) < 2.0**-8
+
+
 @pytest.mark.parametrize("activation", [ACTIVATION_SILU, ACTIVATION_CLAMPED_SWIGLU, ACTIVATION_GELU_TANH])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
@@ -132,8 +144,9 @@ def test_layouts_and_activations(activation: int, interleaved: bool, biased: boo
     assert error(run(made, x, chosen), wanted(made, x, chosen)) < 2e-6
 
 
-def test_bits_do_not_depend_on_groups_tokens_or_threads() -> None:
-    made, x, chosen = make(100, 70), normal(np.random.default_rng(2), 40, 100), choose(40, 3)
+@pytest.mark.parametrize("kind", [Kind.BF16, Kind.BF16_DOT])
+def test_bits_do_not_depend_on_groups_tokens_or_threads(kind: Kind) -> None:
+    made, x, chosen = make(100, 70, kind), normal(np.random.default_rng(2), 40, 100), choose(40, 3)
     with threads(1):
         alone = np.concatenate([run(made, x[t : t + 1], chosen[t : t + 1]) for t in range(40)])
         for tokens in (2, 5, 13, 40):
@@ -144,7 +157,7 @@ def test_bits_do_not_depend_on_groups_tokens_or_threads() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("kind", [Kind.BF16, Kind.F32])
+@pytest.mark.parametrize("kind", [Kind.BF16, Kind.F32, Kind.BF16_DOT])
 def test_nothing_beyond_a_slot_is_touched(tokens: int, kind: int) -> None:
     made, x = make(35, 21, kind, count=1), normal(np.random.default_rng(3), tokens, 35)
     chosen = np.zeros((tokens, 1), np.int64)

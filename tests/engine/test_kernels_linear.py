@@ -13,6 +13,7 @@ from coli_server.engine.quantised import dequantise, quantise
 from support.arrays import Array, error, guarded, normal, stored, threads, widened
 
 KINDS = (Kind.BF16, Kind.F16, Kind.F32)
+ALL_PLAIN = (*KINDS, Kind.BF16_DOT)
 ODD = [(1, 1, 1), (1, 7, 5), (2, 9, 16), (3, 4, 17), (5, 13, 31), (6, 8, 64), (7, 66, 33), (13, 21, 100)]
 
 
@@ -24,7 +25,7 @@ def test_matches_float64(tokens: int, n: int, k: int, kind: int) -> None:
     assert error(linear(x, w, kind), x.astype(np.float64) @ widened(w, kind).T) < 1e-6
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_PLAIN)
 def test_bits_do_not_depend_on_rows_tiles_columns_or_threads(kind: int) -> None:
     rng = np.random.default_rng(1)
     x, w = normal(rng, 29, 203), stored(normal(rng, 150, 203), kind)
@@ -56,14 +57,14 @@ def test_order_of_summation_is_sixteen_lanes_and_a_tree(kind: int) -> None:
     np.testing.assert_array_equal(linear(x, w, kind)[0], sums[:, 0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_PLAIN)
 def test_rows_of_weights_at_any_stride(kind: int) -> None:
     rng = np.random.default_rng(3)
     x, wide = normal(rng, 3, 40), stored(normal(rng, 22, 57), kind)
     np.testing.assert_array_equal(linear(x, wide[::2, :40], kind), linear(x, wide[::2, :40].copy(), kind))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_PLAIN)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 12])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 7), (8, 16), (13, 50)])
 def test_nothing_beyond_the_end_is_touched(tokens: int, n: int, k: int, kind: int) -> None:
@@ -89,15 +90,14 @@ def test_bias_is_added_last() -> None:
     np.testing.assert_array_equal(linear(x, w, Kind.F32, bias), linear(x, w, Kind.F32) + bias)
 
 
+@pytest.mark.parametrize("kind", [Kind.BF16, Kind.BF16_DOT])
 @pytest.mark.parametrize("count", [1, 2])
-def test_heads_give_the_bits_of_one_product_each(count: int) -> None:
+def test_heads_give_the_bits_of_one_product_each(count: int, kind: Kind) -> None:
     rng = np.random.default_rng(6)
-    x, w = normal(rng, 5, 3, 70), stored(normal(rng, 5, 130, 70), Kind.BF16)
+    x, w = normal(rng, 5, 3, 70), stored(normal(rng, 5, 130, 70), kind)
     with threads(count):
-        got = linear_heads(x, w, Kind.BF16)
-        np.testing.assert_array_equal(
-            got, np.stack([linear(a, b, Kind.BF16) for a, b in zip(x, w, strict=True)])
-        )
+        got = linear_heads(x, w, kind)
+        np.testing.assert_array_equal(got, np.stack([linear(a, b, kind) for a, b in zip(x, w, strict=True)]))
 
 
 @pytest.mark.parametrize(
@@ -177,4 +177,5 @@ def test_activations_of_any_size(kind: Kind, size: float) -> None:
     w = quantise(plain, kind) if kind.quantised else stored(plain, kind)
     weights = dequantise(w, kind, 130).astype(np.float64) if kind.quantised else widened(w, kind)
     want = x.astype(np.float64) @ weights.T
-    np.testing.assert_allclose(linear(x, w, kind), want, atol=1e-28 + 6e-5 * np.abs(want).max(), rtol=0)
+    share = 4e-3 if kind == Kind.BF16_DOT else 6e-5
+    np.testing.assert_allclose(linear(x, w, kind), want, atol=1e-28 + share * np.abs(want).max(), rtol=0)

@@ -27,9 +27,15 @@ def stored(values: Array, kind: int) -> Array:
 
 def widened(weights: Array, kind: int) -> Array:
     """Stored weights as float64."""
-    if kind == Kind.BF16:
+    if Kind(kind).stored == Kind.BF16:
         weights = (weights.astype(np.uint32) << 16).view(np.float32)
     return (weights.view(np.float16) if kind == Kind.F16 else weights).astype(np.float64)
+
+
+def rounded(values: Array) -> Array:
+    """float32 `values` as the nearest bfloat16 numbers, ties to even; finite ones only."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
 
 
 def normal(rng: np.random.Generator, *shape: int) -> Array:

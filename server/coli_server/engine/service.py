@@ -30,6 +30,7 @@ from coli_server.engine.api import (
 from coli_server.engine.engine import PREFILL_CHUNK, Engine
 from coli_server.engine.generation import Generation
 from coli_server.engine.kv import KvCache
+from coli_server.engine.pacing import ChunkPacer
 from coli_server.engine.retained import KvStore
 from coli_server.engine.scoring import LOGIT_ROWS, Scoring
 from coli_server.engine.step import Span
@@ -41,8 +42,8 @@ log = logging.getLogger("coli.engine")
 NICE = 10
 """Of the engine thread and its kernel threads: the event loop answers at once, at no cost in speed."""
 
-SHARED_CHUNK = 32
-"""Prompt tokens of a step that also decodes: running sequences wait for them."""
+SHARED_CHUNK = PREFILL_CHUNK // 2
+"""Most prompt tokens of a step that also decodes; running sequences wait for them (`engine.pacing`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ class EngineService:
         self._dropped: set[str] = set()
         self._changed: set[str] = {SYSTEM}
         self._layer_use = (0.0, LayerUse())
+        self._pacer = ChunkPacer(SHARED_CHUNK)
 
     def start(self) -> Engine:
         """Start the thread, load the model and compile the kernels; returns the engine when it can serve.
@@ -271,8 +273,8 @@ class EngineService:
         decoding = [generation for generation in self._running.values() if not generation.in_prompt]
         reading = [generation for generation in self._running.values() if generation.in_prompt]
         batch = [(generation, generation.next_span(1)) for generation in decoding]
-        room, wanted = SHARED_CHUNK if decoding else PREFILL_CHUNK, 0
-        for generation in reading:
+        room, wanted = self._room(len(decoding), len(reading)), 0
+        for generation in reading if room else ():
             span = generation.next_span(min(engine.prompt_chunk(generation.request.policy), room))
             batch.append((generation, span))
             room -= len(span.ids)
@@ -294,9 +296,20 @@ class EngineService:
                 except Exception as own:
                     self._fail(single[0], own)
 
+    def _room(self, decoding: int, reading: int) -> int:
+        """Prompt tokens that the next step may take; 0 where it shall decode only."""
+        if not decoding:
+            return PREFILL_CHUNK
+        return self._pacer.chunk(decoding) if reading else 0
+
     def _advance(self, engine: Engine, batch: list[tuple[Generation | Scoring, Span]]) -> None:
+        start = time.monotonic()
         logits = engine.step([span for _, span in batch])
         now = time.monotonic()
+        decoding = sum(not span.prompt for _, span in batch)
+        if decoding:
+            tokens = sum(len(span.ids) for _, span in batch if span.prompt)
+            self._pacer.observe(decoding, tokens, now - start)
         row = 0
         for generation, span in batch:
             if span.prompt:

@@ -38,7 +38,7 @@ def read_form(config: Config) -> StoredForm | None:
     if section is None:
         return None
     section.choice("version", (VERSION,))
-    experts = Kind[section.choice("experts", tuple(kind.name for kind in Kind))]
+    experts = Kind[section.choice("experts", tuple(kind.name for kind in Kind if kind.stored == kind))]
     dense = None
     if section.has("dense"):
         dense = Kind[section.choice("dense", tuple(kind.name for kind in Kind if kind.quantised))]

@@ -1,4 +1,4 @@
-"""Compiled kernels: float32 activations, weights as the checkpoint stores them.
+"""Compiled kernels: float32 activations in and out, weights as the checkpoint stores them.
 
 Every result depends only on its own inputs: 16 lanes summed in one fixed order, whatever the number of rows,
 the tile, the thread or the position. Importing this package prepares Numba's code cache; `setup` comes before
@@ -28,6 +28,7 @@ from coli_server.engine.kernels.norms import (  # noqa: E402
     silu_mul,
 )
 from coli_server.engine.kernels.rotary import rope  # noqa: E402
+from coli_server.engine.kernels.rounded import check_bfloat16_dots  # noqa: E402
 from coli_server.engine.kernels.warming import warm  # noqa: E402
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "add_rms_norm",
     "attend",
     "attention",
+    "check_bfloat16_dots",
     "combine",
     "experts_ffn",
     "kv_layout",

@@ -8,12 +8,12 @@ depends on its two rows only.
 
 Measured on Zen 4 against float32 arithmetic on widened codes, one row of activations, in memory: 1.5 times as
 fast at 8 bits and twice at 4. Bfloat16 dot products, with activations split in two, gave nothing over float32
-there, and take denormals as zeros: bfloat16 weights do without.
+there, and take denormals as zeros: bfloat16 weights do without, unless somebody asks for it (see rounded.py).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import llvmlite.binding
 from numba.core import cgutils
@@ -41,6 +41,39 @@ class Row:
     tag: ln.Value
 
 
+class Dots(Protocol):
+    """IR generators of one kind of dot products, block by block, of a prepared row with rows of weights."""
+
+    @property
+    def block(self) -> int:
+        """Weights of a step."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Bytes of a block of prepared activations, a multiple of 64."""
+        ...
+
+    @property
+    def columns(self) -> int:
+        """Rows of weights that several rows of activations meet at a time, so that blocks of all of them
+        stay in registers."""
+        ...
+
+    def prepare(self, b: ln.Builder, x: Sequence[ln.Value], out: ln.Value) -> None:
+        """Store a block of activations, `block` / 16 vectors of float32, at address `out`."""
+        ...
+
+    def weights(self, b: ln.Builder, row: Row, start: ln.Value, rest: ln.Value | None) -> list[ln.Value]:
+        """What `add` needs of the weights from `start` on, a multiple of `block`; if there are only `rest`
+        of them, what is behind is 0."""
+        ...
+
+    def add(self, b: ln.Builder, x: ln.Value, weights: list[ln.Value], total: ln.Value) -> ln.Value:
+        """`total`, 16 float32, with the products of the prepared block at address `x` added."""
+        ...
+
+
 @dataclass(frozen=True)
 class IntegerDots:
     """IR generators for rows of codes of 8 or 4 bits.
@@ -54,6 +87,8 @@ class IntegerDots:
     bits: int
     span: int
     """Weights that share a scale, or a divisor of their number."""
+
+    columns: int = 2
 
     @property
     def block(self) -> int:
@@ -104,7 +139,7 @@ class IntegerDots:
         If there are only `rest` of them, what is behind is 0.
         """
         at = b.add(row.address, b.lshr(start, ln.I64(self._vectors - 1)))
-        stored = _load(b, at, _BYTES, None if rest is None else self._code_bytes(b, rest))
+        stored = load_first(b, at, _BYTES, None if rest is None else self._code_bytes(b, rest))
         if self.bits == 8:
             codes = [b.xor(stored, ln.constant(_BYTES, -128))]
         else:
@@ -148,7 +183,7 @@ class IntegerDots:
         return ln.fma(b, values, b.fmul(scale, ln.load(b, b.add(behind, ln.I64(64)), _FLOATS)), total)
 
 
-def _load(b: ln.Builder, address: ln.Value, kind: Any, count: ln.Value | None) -> ln.Value:
+def load_first(b: ln.Builder, address: ln.Value, kind: Any, count: ln.Value | None) -> ln.Value:
     """A vector, or its first `count` elements and zeros."""
     if count is None:
         return ln.load(b, address, kind)
@@ -194,7 +229,7 @@ def _scales(b: ln.Builder, x: Sequence[ln.Value]) -> tuple[ln.Value, ln.Value]:
     return ln.splat(b, scale), ln.splat(b, b.select(counts, inverse, none))
 
 
-def prepare_row(b: ln.Builder, dots: IntegerDots, x: ln.Value, k: ln.Value, out: ln.Value) -> None:
+def prepare_row(b: ln.Builder, dots: Dots, x: ln.Value, k: ln.Value, out: ln.Value) -> None:
     """Prepare k float32 at address `x`, block by block, at address `out`."""
 
     def block(start: ln.Value, rest: ln.Value | None) -> None:
@@ -202,7 +237,7 @@ def prepare_row(b: ln.Builder, dots: IntegerDots, x: ln.Value, k: ln.Value, out:
         values = []
         for i in range(dots.block // ln.LANES):
             left = None if rest is None else b.sub(rest, ln.I64(ln.LANES * i))
-            values.append(_load(b, b.add(at, ln.I64(64 * i)), _FLOATS, left))
+            values.append(load_first(b, b.add(at, ln.I64(64 * i)), _FLOATS, left))
         number = b.udiv(start, ln.I64(dots.block))
         dots.prepare(b, values, b.add(out, b.mul(number, ln.I64(dots.size))))
 

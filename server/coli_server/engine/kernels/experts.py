@@ -8,12 +8,12 @@ from numba import njit, prange
 
 from coli_server.engine.kernels.formats import TAGS, Array, Tag, prepared_row_bytes, row_bytes
 from coli_server.engine.kernels.linear import (
-    ROWS_AT_ONCE,
     SERIAL_WORK,
     four_rows,
     one_row,
     prepare_rows,
     prepared_scratch,
+    rows_at_once,
     tiles_of_four,
 )
 from coli_server.engine.kernels.runtime import thread_count
@@ -150,8 +150,9 @@ def _gate_up(
     xs, gs, us, ws = STACK_16(), STACK_16(), STACK_16(), STACK_8()
     gates, ups = STACK_768(), STACK_768()
     width = min(block, f - row)
-    for first in range(begin, end, ROWS_AT_ONCE):
-        pairs = min(ROWS_AT_ONCE, end - first)
+    first = begin
+    while first < end:
+        pairs = rows_at_once(end - first)
         for p in range(pairs):
             put_address(xs, p, x + pair_token[first + p] * x_stride)
             put_address(gs, p, gates + 4 * block * p)
@@ -178,6 +179,7 @@ def _gate_up(
                 prepare(tag, gate, width, out + size)
             else:
                 _activate(layout[14], gate, up, out + 4 * row, width, scalars)
+        first += pairs
 
 
 @njit(nogil=True, cache=True)
@@ -198,8 +200,9 @@ def _down(
     d, f = layout[0], layout[1]
     down, stride = slot + layout[4], layout[7]
     xs, ys, ws = STACK_16(), STACK_16(), STACK_8()
-    for first in range(begin, end, ROWS_AT_ONCE):
-        pairs = min(ROWS_AT_ONCE, end - first)
+    first = begin
+    while first < end:
+        pairs = rows_at_once(end - first)
         for p in range(pairs):
             put_address(xs, p, h + (first + p) * h_stride)
             put_address(ys, p, address(y) + pair_out[first + p] * y.strides[0])
@@ -214,6 +217,7 @@ def _down(
             for p in range(pairs):
                 out = address(y) + pair_out[first + p] * y.strides[0] + 4 * row
                 _add_bias(slot + layout[10], layout[13], row, stop - row, out)
+        first += pairs
 
 
 @njit(nogil=True, cache=True, parallel=True)

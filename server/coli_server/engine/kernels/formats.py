@@ -22,12 +22,16 @@ import numpy as np
 from numba import typeof, types
 
 from coli_server.engine.kernels import lanes as ln
-from coli_server.engine.kernels.dots import HAS_INTEGER_DOT, IntegerDots
+from coli_server.engine.kernels.dots import HAS_INTEGER_DOT, Dots, IntegerDots
+from coli_server.engine.kernels.rounded import BFloat16Dots
 
 
 class Kind(IntEnum):
     """How weights are stored: bfloat16 or float16 bits in uint16, float32, or quantised rows in uint8, with
-    the bits of a code and the weights of a group."""
+    the bits of a code and the weights of a group.
+
+    BF16_DOT is BF16 whose products round activations to bfloat16: no form of its own in a folder.
+    """
 
     BF16 = 0
     F16 = 1
@@ -38,10 +42,11 @@ class Kind(IntEnum):
     I4_32 = 6
     I4_64 = 7
     I4_128 = 8
+    BF16_DOT = 9
 
     @property
     def quantised(self) -> bool:
-        return self >= Kind.I8_32
+        return Kind.I8_32 <= self <= Kind.I4_128
 
     @property
     def bits(self) -> int:
@@ -52,6 +57,11 @@ class Kind(IntEnum):
     def group(self) -> int:
         """Weights that share a scale."""
         return 32 << (self - Kind.I8_32) % 3 if self.quantised else 1
+
+    @property
+    def stored(self) -> "Kind":
+        """The kind of the same bytes in a folder."""
+        return Kind.BF16 if self == Kind.BF16_DOT else self
 
     @classmethod
     def of(cls, bits: int, group: int) -> "Kind":
@@ -75,8 +85,9 @@ TAGS: Final[dict[int, Any]] = {
     Kind.I4_32: np.uint8(5),
     Kind.I4_64: np.uint32(6),
     Kind.I4_128: np.uint32(7),
+    Kind.BF16_DOT: np.uint64(0),
 }
-ITEM_BYTES: Final[dict[int, int]] = {Kind.BF16: 2, Kind.F16: 2, Kind.F32: 4}
+ITEM_BYTES: Final[dict[int, int]] = {Kind.BF16: 2, Kind.F16: 2, Kind.F32: 4, Kind.BF16_DOT: 2}
 """Of the kinds that are not quantised."""
 
 STORED_AS: Final[dict[int, Any]] = {
@@ -115,7 +126,7 @@ class Format(Protocol):
     """IR generators of one format."""
 
     @property
-    def dots(self) -> IntegerDots | None:
+    def dots(self) -> Dots | None:
         """How its rows are multiplied by dot-product instructions; None where `load` and `fma` do it."""
         ...
 
@@ -142,7 +153,7 @@ class Plain:
 
     element: Any
     widen: Callable[[ln.Builder, ln.Value], ln.Value]
-    dots: None = None
+    dots: Dots | None = None
 
     @property
     def item_bytes(self) -> int:
@@ -233,6 +244,7 @@ _FORMATS: Final[dict[Any, Format]] = {
     types.int32: Bytes(64),
     types.uint8: Nibbles(32),
     types.uint32: Nibbles(64),
+    types.uint64: Plain(ln.I16, ln.bfloat16_to_float32, BFloat16Dots()),
 }
 
 

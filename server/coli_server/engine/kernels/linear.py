@@ -13,6 +13,7 @@ from coli_server.engine.kernels.tiles import (
     TILE_2X4,
     TILE_3X4,
     TILE_4X4,
+    TILE_5X4,
     TILE_6X4,
     address,
     prepare,
@@ -41,22 +42,33 @@ def four_rows(table: int, base: int, stride: int, row: int, rows: int) -> None:
 
 @njit(nogil=True, cache=True)
 def tiles_of_four(tag: Tag, xs: int, ws: int, ys: int, shift: int, rows: int, k: int, valid: int) -> None:
-    """Products of `rows` rows with four weight rows, by the tallest tiles that fit (arguments as theirs)."""
+    """Products of `rows` rows with four weight rows, by tiles of nearly the same height, six at most
+    (arguments as theirs): low ones wait for memory and for their own sums."""
     i = 0
-    while i + 6 <= rows:
-        TILE_6X4(tag, xs + 8 * i, ws, ys + 8 * i, shift, k, valid)
-        i += 6
-    if i + 4 <= rows:
-        TILE_4X4(tag, xs + 8 * i, ws, ys + 8 * i, shift, k, valid)
-        i += 4
-    elif i + 3 <= rows:
-        TILE_3X4(tag, xs + 8 * i, ws, ys + 8 * i, shift, k, valid)
-        i += 3
-    elif i + 2 <= rows:
-        TILE_2X4(tag, xs + 8 * i, ws, ys + 8 * i, shift, k, valid)
-        i += 2
-    if i < rows:
-        TILE_1X4(tag, xs + 8 * i, ws, ys + 8 * i, shift, k, valid)
+    while i < rows:
+        left = rows - i
+        tiles = (left + 5) // 6
+        height = (left + tiles - 1) // tiles
+        if height == 6:
+            TILE_6X4(tag, xs + 8 * i, ws, ys + 8 * i, shift, k, valid)
+        elif height == 5:
+            TILE_5X4(tag, xs + 8 * i, ws, ys + 8 * i, shift, k, valid)
+        elif height == 4:
+            TILE_4X4(tag, xs + 8 * i, ws, ys + 8 * i, shift, k, valid)
+        elif height == 3:
+            TILE_3X4(tag, xs + 8 * i, ws, ys + 8 * i, shift, k, valid)
+        elif height == 2:
+            TILE_2X4(tag, xs + 8 * i, ws, ys + 8 * i, shift, k, valid)
+        else:
+            TILE_1X4(tag, xs + 8 * i, ws, ys + 8 * i, shift, k, valid)
+        i += height
+
+
+@njit(nogil=True, cache=True)
+def rows_at_once(left: int) -> int:
+    """How many of `left` rows meet a panel of weights next: as many as those behind them, about."""
+    turns = (left + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
+    return (left + turns - 1) // turns
 
 
 @njit(nogil=True, cache=True)
@@ -109,14 +121,16 @@ def _block(
         return
     xs, ws, ys = STACK_16(), STACK_8(), STACK_16()
     for panel in range(start, stop, _PANEL):
-        for first in range(0, rows, ROWS_AT_ONCE):
-            count = min(ROWS_AT_ONCE, rows - first)
+        first = 0
+        while first < rows:
+            count = rows_at_once(rows - first)
             for i in range(count):
                 put_address(xs, i, x + (first + i) * x_stride)
                 put_address(ys, i, y + (first + i) * y_stride)
             for n in range(panel, min(stop, panel + _PANEL), 4):
                 four_rows(ws, w, w_stride, n, stop)
                 tiles_of_four(tag, xs, ws, ys, 4 * n, count, k, min(4, stop - n))
+            first += count
 
 
 @njit(nogil=True, cache=True)

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
 from coli_server.engine.kernels import lanes as ln
-from coli_server.engine.kernels.dots import IntegerDots, Row, each_block, prepare_row
+from coli_server.engine.kernels.dots import Dots, Row, each_block, prepare_row
 from coli_server.engine.kernels.formats import Chunk, Format, format_of
 
 
@@ -77,13 +77,13 @@ def _behind(b: Any, w_rows: list[Row]) -> Any:
     return b.mul(b.sub(w_rows[1].address, w_rows[0].address), ln.I64(len(w_rows)))
 
 
-def _sum_dots(b: Any, dots: IntegerDots, x_rows: list[Any], w_rows: list[Row], sums: list[list[Any]]) -> None:
+def _sum_dots(b: Any, dots: Dots, x_rows: list[Any], w_rows: list[Row], sums: list[list[Any]]) -> None:
     """Add to the sums by dot-product instructions; x rows are prepared.
 
-    Several rows of x meet two rows of weights at a time: with more, their blocks would not stay in registers.
+    Several rows of x meet `dots.columns` rows of weights at a time, one meets all of them.
     """
     lone = len(x_rows) == 1
-    width = len(w_rows) if lone else 2
+    width = len(w_rows) if lone else dots.columns
     ahead = _behind(b, w_rows)
 
     def add_columns(columns: range) -> None:
@@ -197,6 +197,7 @@ TILE_1X8 = _tile(1, 8)
 TILE_2X4 = _tile(2, 4)
 TILE_3X4 = _tile(3, 4)
 TILE_4X4 = _tile(4, 4)
+TILE_5X4 = _tile(5, 4)
 TILE_6X4 = _tile(6, 4)
 
 
