@@ -95,8 +95,8 @@ class GqaBlock:
         q = kernels.split_heads(self.qkv(x), self.shape, angles, positions, bases)
         mixed = np.empty_like(q)
         for at, end, together in step.runs:
-            kernels.attend(
-                q[at:end], self.cache, bases[at:end], positions[at:end], spec.scale, spec.window,
-                self.sinks, mixed[at:end], together,
-            )  # fmt: skip
+            rows = (q, bases, positions, mixed)
+            if len(step.runs) > 1:
+                rows = (q[at:end], bases[at:end], positions[at:end], mixed[at:end])
+            kernels.attend(self.cache, *rows, spec.scale, spec.window, self.sinks, together)
         return self.out(mixed.reshape(len(x), spec.heads * spec.head_dim))

@@ -128,7 +128,8 @@ class ExpertCache:
         if self._stream is not None:
             self._stream.close()
         slots = self._layers[layer]
-        wanted: list[int] = experts.tolist() if isinstance(experts, np.ndarray) else list(experts)
+        ids = np.asarray(experts if isinstance(experts, np.ndarray) else list(experts), np.int32)
+        wanted: list[int] = ids.tolist()
         distinct = set(wanted)
         resident = len(distinct) == len(wanted) and distinct <= slots.slot_of.keys()
         if not resident and (len(distinct) < len(wanted) or min(wanted) < 0 or max(wanted) >= slots.experts):
@@ -137,7 +138,7 @@ class ExpertCache:
             )
         late = self._loads.meet(slots, distinct) if slots.prefetching or slots.unused else {}
         if resident:
-            self._stream = ResidentStream(slots, wanted)
+            self._stream = ResidentStream(slots, wanted, ids)
         else:
             self._stream = LoadingStream(slots, wanted, self._loads, late)
         return self._stream

@@ -6,7 +6,7 @@ Every operation is O(1), amortised; `victim` looks at one expert more for each t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Protocol
 
 
@@ -43,6 +43,7 @@ class LRU:
 
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
+        self.touch: Callable[[int], None] = self._order.move_to_end
 
     def insert(self, expert: int) -> None:
         self._order[expert] = None
@@ -50,9 +51,6 @@ class LRU:
     def offer(self, expert: int) -> None:
         self._order[expert] = None
         self._order.move_to_end(expert, last=False)
-
-    def touch(self, expert: int) -> None:
-        self._order.move_to_end(expert)
 
     def remove(self, expert: int) -> None:
         del self._order[expert]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
-from queue import Empty
 
 from coli_server.experts.pool import ReadJob, ReadPool
 from coli_server.experts.slots import LayerSlots
@@ -104,11 +103,9 @@ class Loads:
 
     def poll(self) -> None:
         """Book the reads that are over, without waiting: completed prefetches are resident from here on."""
-        try:
-            while True:
-                self._book(self._pool.done.get_nowait())
-        except Empty:
-            pass
+        done = self._pool.done
+        while not done.empty():  # nobody else takes from it
+            self._book(done.get_nowait())
 
     def prefetch(self, slots: LayerSlots, experts: Sequence[int], keep: Container[int] = ()) -> None:
         """Begin to read those of `experts`, the likeliest first, that are absent, as far as there is room.

@@ -64,14 +64,13 @@ class ExpertStream(Iterator[Lease], AbstractContextManager["ExpertStream"]):
 class ResidentStream(ExpertStream):
     """Everything is resident: one lease, and nothing to give back, as nothing else loads meanwhile."""
 
-    def __init__(self, slots: LayerSlots, wanted: list[int]) -> None:
+    def __init__(self, slots: LayerSlots, wanted: list[int], ids: NDArray[np.int32]) -> None:
+        """`wanted` and `ids` are the same experts."""
         super().__init__(slots.layer)
-        ids = np.array(wanted, np.int32)
         self._lease: Lease | None = Lease(ids, slots.address[ids]) if wanted else None
         touch, pinned = slots.policy.touch, slots.pinned
-        for expert in wanted:
-            if expert not in pinned:
-                touch(expert)
+        for expert in [expert for expert in wanted if expert not in pinned] if pinned else wanted:
+            touch(expert)
 
     def __next__(self) -> Lease:
         if self._lease is None:

@@ -19,7 +19,8 @@ Spans = float | NDArray[np.floating[Any]]
 _NO_SPANS: Final = np.empty(0, np.float64)
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, as one is made for every layer of every token, and a frozen one takes twice as long.
+@dataclass(slots=True)
 class Selection:
     """The chosen experts, best true rank first, and what choosing them cost.
 

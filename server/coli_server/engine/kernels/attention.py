@@ -311,14 +311,14 @@ def kv_layout(keys: Array, values: Array) -> Array:
 
 
 def attend(
-    q: Array,
     cache: Array,
+    q: Array,
     bases: Array,
     positions: Array,
+    out: Array,
     scale: float,
     window: int,
     sinks: Array | None,
-    out: Array,
     together: bool,
 ) -> None:
     """`attention` of rows of several sequences in one launch; nothing is checked.

@@ -13,6 +13,7 @@ each other along k. So a row's address finds everything, and an expert's scales 
   high one, w = (code - 8) * scale; whole blocks
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -101,6 +102,7 @@ def code_bytes(kind: int, k: int) -> int:
     return (k + 15) // 16 * 16 if Kind(kind).bits == 8 else (k + 31) // 32 * 16
 
 
+@functools.cache
 def row_bytes(kind: int, k: int) -> int:
     """Bytes of a row of k weights."""
     kind = Kind(kind)
@@ -256,6 +258,7 @@ def format_of(tag: Any) -> Format:
 _DOTS: Final = {kind: format_of(typeof(tag)).dots for kind, tag in TAGS.items()}
 
 
+@functools.cache
 def prepared_row_bytes(kind: int, k: int) -> int:
     """Bytes of a row of k activations, prepared for weights of `kind`; 0 where they are taken as they are."""
     dots = _DOTS[kind]
