@@ -10,9 +10,9 @@ from coli_server.engine.engine import Engine
 from coli_server.engine.kv import KvCache
 
 WASTE = 16
-"""A cache of which less than one part in so many is unused is retained as it is: to copy the hundreds of
-megabytes
-of a long prompt takes as long as several steps, and all running sequences wait."""
+"""A cache of which less than one part in so many is unused is retained as it is. To copy the hundreds of
+megabytes of a long prompt takes as long as several steps, and all running sequences wait.
+"""
 
 
 class KvStore:
