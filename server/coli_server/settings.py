@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from ipaddress import ip_address
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from coli_server.errors import ConfigurationError
 from coli_server.ranges import FLAG, INT32_MAX, ROUTING, Choices, NumberRange
@@ -274,6 +274,13 @@ class Settings:
         "memory for KV caches, part of --ram; without it a quarter of that at most",
     )
     threads: int = _setting(MODEL, "0", _whole(0, 1024), "N", "compute threads; 0 = one for each core")
+    activations: Literal["float32", "bfloat16"] = _setting(
+        MODEL,
+        "float32",
+        Choices((("float32", "float32"), ("bfloat16", "bfloat16"))),
+        "TYPE",
+        "bfloat16 = round what bfloat16 weights are multiplied with: faster, less exact; needs AVX512-BF16",
+    )
 
     pilot: bool = _setting(
         STORE, "0", FLAG, "0|1", "1 = guess the experts of the next layer and read them ahead", env="PILOT"

@@ -22,6 +22,7 @@ from coli_server.bench.speed_report import Report, Row, p99
 from coli_server.bench.speed_worker import Worker
 from coli_server.cli import main
 from coli_server.engine import Engine
+from coli_server.engine.kernels.rounded import HAS_BFLOAT16_DOT
 from coli_server.engine.model import Checkpoint
 from coli_server.engine.step import STOCK, Span
 from coli_server.engine.store import StoreOptions
@@ -235,6 +236,18 @@ def test_verdicts_follow_goals_in_both_directions() -> None:
     assert Row.against("start", [1, 2, 9], [3.0], 1.0, at_most=True).verdict == "PASS"
     assert Row.within("memory", 5, 4, 1.05).verdict == "MISS"
     assert Row.within("memory", 4, 4).verdict == "PASS"
+
+
+def test_rounded_parts_measure_an_engine_that_rounds(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or say that this processor has none."""
+    for name, value in {"ROUNDS": 1, "TOKENS": 2, "PROMPT": 16, "VOCAB": 300}.items():
+        monkeypatch.setattr(speed, name, value)
+    report = Report("a machine", "coli bench speed")
+    models, conditions = speed.Models(model.parent, 2, None), speed.Conditions(1, None, 0, [])
+    speed.measure(report, ["prefill16", "prefill-rounded16"], models, conditions)
+    names = ["prefill16, tokens/s", "prefill-rounded16, tokens/s"]
+    assert [row.name for row in report.rows] == names[: 1 + HAS_BFLOAT16_DOT]
+    assert all("AVX512-BF16" in reason for reason in report.failed.values())
 
 
 def test_p99_is_what_one_in_a_hundred_exceeds() -> None:

@@ -106,7 +106,7 @@ def test_warm_leaves_nothing_to_compile_for_real_calls() -> None:
 
 
 @pytest.mark.parametrize(("cpu", "features"), [("x86-64", ""), ("haswell", HASWELL)])
-@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.I8_32, Kind.I4_64])
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.I8_32, Kind.I4_64, Kind.BF16_DOT])
 def test_kernels_run_on_lesser_processors(cpu: str, features: str, kind: Kind, tmp_path: Path) -> None:
     """Without AVX-512 the bits stay where this machine too multiplies weight by weight; without fused
     multiply-add they may differ, but not by much."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from coli_server.engine.api import Failed, Finished, Progress, SamplingOptions, Started, TextChunk
-from coli_server.engine.service import SYSTEM
+from coli_server.engine.service import NICE, SYSTEM
 from coli_server.routing import RoutePolicy
 from coli_server.telemetry.counters import Counters
 from support.served import TINY, Served
@@ -81,6 +83,24 @@ def test_a_deadline_ends_a_request_between_tokens(serve: Serve) -> None:
     served = serve()
     finished, _ = served.run(PROMPTS[1], 400, deadline=time.monotonic())
     assert finished.finish == "deadline"
+
+
+def test_only_the_engine_gives_way_to_whoever_answers(serve: Serve) -> None:
+    """Kernel threads come with the first kernel that needs them, and have what its thread has then."""
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    served = serve()
+    (engine,) = [
+        thread for thread in threading.enumerate() if thread.name == "coli-engine" and thread.is_alive()
+    ]
+    assert engine.native_id is not None
+    assert os.getpriority(os.PRIO_PROCESS, engine.native_id) == NICE
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
+    readers = [thread for thread in threading.enumerate() if thread.name.startswith("expert-read")]
+    assert readers
+    for reader in readers:
+        assert reader.native_id is not None
+        assert os.getpriority(os.PRIO_PROCESS, reader.native_id) == own
+    served.run(PROMPTS[1], 4)
 
 
 def test_stopping_the_service_drains_what_runs(serve: Serve) -> None:

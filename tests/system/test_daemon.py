@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -111,3 +112,12 @@ def test_a_folder_without_a_model_is_named_and_nothing_is_ready(run_coli: Any, t
     assert done.err.startswith("coli: ")
     assert str(tmp_path) in done.err
     assert "READY" not in done.err
+
+
+def test_objects_that_stay_are_left_out_of_garbage_collections(start_daemon: Any, small_model: Path) -> None:
+    """Or each full collection looks at all that a model and its kernels are made of, and all clients wait."""
+    with start_daemon("--model", str(small_model), "--log-level", "debug") as daemon:
+        (line,) = [line for line in daemon.log if "objects stay as long as the process" in line]
+        counted = re.search(r"(\d+) objects stay", line)
+        assert counted is not None
+        assert int(counted[1]) > 10_000

@@ -13,7 +13,7 @@ from coli_server.errors import ConfigurationError
 from coli_server.models import ensure_default_model
 from coli_server.settings import Settings
 
-ENGINE_SETTINGS = ("model", "ram", "experts_per_layer", "threads")
+ENGINE_SETTINGS = ("model", "ram", "experts_per_layer", "threads", "activations")
 
 
 def add_text_arguments(parser: argparse.ArgumentParser, *, windows: int, window: int) -> None:
@@ -59,7 +59,13 @@ def open_engine(settings: Settings, *, all_resident: bool = False) -> Engine:
     if slots is None and not all_resident:
         moe = Checkpoint.open(folder).spec.moe
         slots = max(moe.k, moe.experts // 2)
-    return Engine.open(folder, ram=settings.ram, experts_per_layer=slots, threads=settings.threads or None)
+    return Engine.open(
+        folder,
+        ram=settings.ram,
+        experts_per_layer=slots,
+        threads=settings.threads or None,
+        activations=settings.activations,
+    )
 
 
 def show_progress(done: int, total: int) -> None:

@@ -26,17 +26,21 @@ from coli_server.bench.speed_pace import pace
 from coli_server.bench.speed_program import PEER, coli, peer
 from coli_server.bench.speed_report import Report, Row
 from coli_server.bench.speed_serving import Subject
+from coli_server.engine.kernels import check_bfloat16_dots
 from coli_server.errors import ColiError, ConfigurationError
 from coli_server.models import ensure_default_model
 from coli_server.models.convert import Conversion, convert
 from coli_server.settings import cache_folder
 
 PARTS = (
-    "prefill16", "prefill8", "prefill4", "decode16", "decode8", "decode4", "overhead",
-    "disk", "default-disk", "daemon", "default-daemon", "pace",
+    "prefill16", "prefill8", "prefill4", "decode16", "decode8", "decode4", "prefill-rounded16",
+    "decode-rounded16", "overhead", "disk", "default-disk", "daemon", "default-daemon", "pace",
 )  # fmt: skip
 BOTH = ("overhead", "pace")
-GOALS = {"decode16": 1.0, "decode8": 1.0, "decode4": 0.9, "prefill16": 1.3, "prefill8": 1.0, "prefill4": 1.0}
+GOALS = {
+    "decode16": 1.0, "decode8": 1.0, "decode4": 0.9, "decode-rounded16": 1.0,
+    "prefill16": 1.3, "prefill8": 1.0, "prefill4": 1.0, "prefill-rounded16": 1.3,
+}  # fmt: skip
 PEERED = (*GOALS, "disk")
 PEER_FILES = {16: "bf16", 8: "q8_0", 4: "q4_0"}
 PROMPT, TOKENS, ROUNDS = 256, 32, 3
@@ -179,11 +183,11 @@ class Conditions:
 
 def measure(report: Report, parts: Sequence[str], models: Models, conditions: Conditions) -> None:
     """Run the parts, those of the same weights together. One that fails leaves the others' rows."""
-    for bits in (16, 8, 4):
-        some = [part for part in parts if part in (f"prefill{bits}", f"decode{bits}")]
+    for kind in ("16", "-rounded16", "8", "4"):
+        some = [part for part in parts if part in (f"prefill{kind}", f"decode{kind}")]
         if some:
             with _part(report, ", ".join(some)), ExitStack() as stack:
-                resident(report, some, bits, models, conditions.threads, stack)
+                resident(report, some, models, conditions.threads, stack)
     for part in parts:
         if part not in GOALS:
             with _part(report, part):
@@ -229,11 +233,16 @@ def _run(report: Report, part: str, models: Models, conditions: Conditions) -> N
             pace(report, models.trained(threads))
 
 
-def resident(
-    report: Report, parts: Sequence[str], bits: int, models: Models, threads: int, stack: ExitStack
-) -> None:
-    """Prefill and decode with everything in memory, in turns with the peer."""
-    ours = coli(models.coli(bits), threads, "--ram", "12G")
+def resident(report: Report, parts: Sequence[str], models: Models, threads: int, stack: ExitStack) -> None:
+    """Prefill and decode with everything in memory, in turns with the peer; parts of the same weights.
+
+    Raises ConfigurationError where activations cannot be rounded.
+    """
+    bits, rounded = _bits(parts[0]), "rounded" in parts[0]
+    if rounded:
+        check_bfloat16_dots()
+    flags = ("--activations", "bfloat16") if rounded else ()
+    ours = coli(models.coli(bits), threads, "--ram", "12G", *flags)
     stack.callback(ours.close)
     theirs = None if models.python is None else peer(models.python, models.peer(bits), threads)
     if theirs is not None:
@@ -243,7 +252,8 @@ def resident(
     programs = [program for program in (ours, theirs) if program is not None]
     first = [program.ask(do="prefill", ids=prompt) for program in programs]  # and every expert is loaded
     if theirs is not None and bits == 16:
-        report.rows.append(_same_logits(first[0]["logits"], first[1]["logits"]))
+        name = "agreement of logits with the peer's (cosine)" + (", rounded" if rounded else "")
+        report.rows.append(_same_logits(name, first[0]["logits"], first[1]["logits"]))
     seconds: dict[tuple[str, int], list[float]] = {}
     token = 0
     for _ in range(ROUNDS):
@@ -258,7 +268,7 @@ def resident(
                 seconds.setdefault((part, number), []).append(answer["seconds"])
             token += TOKENS
     limit = ours.ask(do="memory")["rate"]
-    report.measured[f"memory_read_{bits}"] = limit
+    report.measured[f"memory_read_{'rounded' * rounded}{bits}"] = limit
     for part in parts:
         tokens = PROMPT if part.startswith("prefill") else TOKENS
         rates = [[tokens / s for s in seconds[part, number]] for number in range(len(programs))]
@@ -267,11 +277,11 @@ def resident(
         report.rows.append(row)
 
 
-def _same_logits(ours: Sequence[float], theirs: Sequence[float]) -> Row:
+def _same_logits(name: str, ours: Sequence[float], theirs: Sequence[float]) -> Row:
     """Whether both programs compute the same function: the cosine of the angle between their logits."""
     dot = sum(a * b for a, b in zip(ours, theirs, strict=True))
     size = (sum(a * a for a in ours) * sum(b * b for b in theirs)) ** 0.5
-    return Row("agreement of logits with the peer's (cosine)", dot / size, 1.0, dot / size, 0.99)
+    return Row(name, dot / size, 1.0, dot / size, 0.99)
 
 
 def _machine() -> str:

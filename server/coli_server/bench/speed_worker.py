@@ -211,6 +211,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--direct", action="store_true")
+    parser.add_argument("--activations", default="float32", choices=["float32", "bfloat16"])
     arguments = parser.parse_args()
     store = StoreOptions(direct=arguments.direct)
     if arguments.ram is None:
@@ -225,6 +226,7 @@ def main() -> None:
         experts_per_layer=arguments.experts_per_layer,
         threads=arguments.threads,
         context=arguments.context,
+        activations=arguments.activations,
         store=store,
     )
     worker = Worker(engine)

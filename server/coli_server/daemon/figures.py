@@ -149,7 +149,11 @@ class Figures:
             "uptime_seconds": time.monotonic() - self._identity.started,
             "model": self._identity.model,
             "model_type": self._identity.model_type,
-            "mode": describe_mode(policy_of(self._options), pilot=self._settings.pilot),
+            "mode": describe_mode(
+                policy_of(self._options),
+                pilot=self._settings.pilot,
+                activations=self._settings.activations,
+            ),
             "ready": self._health.ready,
             "draining": self._scheduler.draining,
             "sessions_current": len(self._sessions),

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from coli_server.daemon import listening, logs, metrics
+from coli_server.daemon.collector import settle
 from coli_server.daemon.descriptors import raise_descriptor_limit
 from coli_server.daemon.progress import Progress
 from coli_server.daemon.server import Daemon, MakeService, Signals
@@ -151,8 +152,9 @@ async def _serve_until_signal(
         return 0  # nothing runs yet, so nothing is cut short
     interrupted.cancel()
     engine = await starting
+    log.debug("%d objects stay as long as the process", settle())
     place = listening.describe(sockets[0])
-    mode = describe_mode(engine.policy, pilot=settings.pilot)
+    mode = describe_mode(engine.policy, pilot=settings.pilot, activations=settings.activations)
     notifier.ready(f"serving {engine.name} on {place}, {mode}")
     print(f"READY {place} model={engine.name} mode={mode}", file=sys.stderr, flush=True)
     return await daemon.until(signals)
@@ -168,6 +170,7 @@ def _open(settings: Settings) -> Engine:
         context=settings.context,
         kv_ram=settings.kv_ram,
         threads=settings.threads or None,
+        activations=settings.activations,
         store=_store(settings),
         progress=Progress("pinning experts"),
         warm=False,  # the service compiles the kernels on its own thread

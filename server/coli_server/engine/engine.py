@@ -26,6 +26,7 @@ from coli_server.engine.text import Text
 from coli_server.engine.trace import RoutingTrace, TraceHeader
 from coli_server.engine.usage import Usage, identity_of, pin
 from coli_server.engine.warm import warm as warm_kernels
+from coli_server.engine.weights import Activations
 from coli_server.errors import ConfigurationError, ModelError
 from coli_server.experts import EVICTION_POLICIES, ExpertCache, HistoryError, Reader, UsageHistory, parse_size
 from coli_server.routing import RoutePolicy
@@ -90,6 +91,7 @@ class Engine:
         context: int | None = None,
         kv_ram: int | None = None,
         threads: int | None = None,
+        activations: Activations = "float32",
         warm: bool = True,
         store: StoreOptions = DEFAULT_STORE,
         reader: Reader | None = None,
@@ -100,7 +102,8 @@ class Engine:
         `ram` is the memory of the whole process, in bytes or as `2G` (None: most of what is available);
         `experts_per_layer` limits the expert slots further; `context` is the longest sequence (default: as
         much as the model and the memory allow); `kv_ram` bytes of `ram` are for KV caches (default: a
-        quarter at most); `threads` run the kernels; `warm` compiles every kernel now instead of at first
+        quarter at most); `threads` run the kernels; `activations` is what products of
+        bfloat16 weights round activations to; `warm` compiles every kernel now instead of at first
         use; `store` says how experts come into memory; `reader` reads the experts' files in place of plain
         preadv(2) and is closed with the engine; `progress` hears how many of how many pins are loaded.
 
@@ -109,7 +112,9 @@ class Engine:
         """
         folder = Path(path)
         kernels.setup(threads if threads is not None else available_threads())
-        checkpoint = Checkpoint.open(folder)
+        if activations == "bfloat16":
+            kernels.check_bfloat16_dots()
+        checkpoint = Checkpoint.open(folder, activations)
         text, end_ids = _text_of(folder, checkpoint)
         memory = plan_memory(
             checkpoint,

@@ -30,6 +30,11 @@ class RoutedExperts:
 
 def routed_experts(weights: Weights, names: TensorNames, spec: ModelSpec, layer: int) -> RoutedExperts:
     """Find the routed experts of `layer`. Raises CheckpointError for a missing or misshapen tensor."""
+    found = _stored_experts(weights, names, spec, layer)
+    return replace(found, shape=replace(found.shape, kind=weights.multiplied(Kind(found.shape.kind))))
+
+
+def _stored_experts(weights: Weights, names: TensorNames, spec: ModelSpec, layer: int) -> RoutedExperts:
     mlp = spec.layers[layer].mlp
     assert isinstance(mlp, MoeMlp)
     if weights.form is not None:

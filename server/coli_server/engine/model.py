@@ -25,7 +25,7 @@ from coli_server.engine.spec import ModelSpec, MoeMlp, RopeSpec
 from coli_server.engine.step import Step
 from coli_server.engine.stored_form import read_form
 from coli_server.engine.use import RouteUse
-from coli_server.engine.weights import HeadersOnly, Matrix, Weights
+from coli_server.engine.weights import Activations, HeadersOnly, Matrix, Weights
 from coli_server.engine.workspace import Workspace
 from coli_server.experts import CheckpointIndex, ExpertCache, TensorInfo
 
@@ -44,15 +44,16 @@ class Checkpoint:
     end_ids: frozenset[int]
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
+    def open(cls, folder: Path, activations: Activations = "float32") -> Checkpoint:
         """Read config.json and the headers of all shards, and compare them with each other.
 
-        Raises ConfigError or CheckpointError.
+        Products of bfloat16 weights will round activations to `activations`. Raises ConfigError or
+        CheckpointError.
         """
         config = Config.load(folder / "config.json")
         form = read_form(config)
         family, spec, end_ids = cls.read_config(config, folder)
-        weights = Weights(CheckpointIndex.open(folder), form)
+        weights = Weights(CheckpointIndex.open(folder), form, activations)
         experts = tuple(routed_experts(weights, family.names, spec, layer) for layer in spec.moe_layers)
         checkpoint = cls(folder, family, spec, weights, experts, end_ids)
         # Every tensor's name, shape and type, before memory is planned or taken; no expert is asked for.

@@ -64,7 +64,9 @@ class ResidentMlp:
         data, kind = weights.packed([f"{name}.weight" for name in names], [up, up, down])
         own_gate = None if gate is None else weights.matrix([gate], [1], hidden)
         size = spec.width * row_bytes(kind, hidden)
-        shape = expert_shape(kind, hidden, spec.width, spec.activation, (0, size, 2 * size))
+        shape = expert_shape(
+            weights.multiplied(kind), hidden, spec.width, spec.activation, (0, size, 2 * size)
+        )
         if spec.bias:
             end = data.nbytes
             at = end + -end % 4  # float32, behind the matrices
@@ -141,7 +143,9 @@ class MoeBlock:
             spec,
             layer,
             slot,
-            weights.matrix([prefix + names.router], [spec.experts], hidden, bias=spec.router.bias),
+            weights.matrix(
+                [prefix + names.router], [spec.experts], hidden, bias=spec.router.bias, exact=True
+            ),
             weights.vector(prefix + names.correction_bias, spec.experts)
             if spec.router.correction_bias
             else None,

@@ -9,6 +9,11 @@ from coli_server.engine.api import GenerationRequest, Kind
 from coli_server.engine.engine import Engine
 from coli_server.engine.kv import KvCache
 
+WASTE = 16
+"""A cache of which less than one part in so many is unused is retained as it is. To copy the hundreds of
+megabytes of a long prompt takes as long as several steps, and all running sequences wait.
+"""
+
 
 class KvStore:
     """Hands out KV caches and takes them back. What may be reused by whom: docs/CACHE_ROUTE.md, KV.
@@ -56,7 +61,7 @@ class KvStore:
         if request.kind != "chat":
             kv.truncate(kv.stock)
         if retain and kv.length and not (request.policy.active and request.policy.prefill):
-            self._retained[request.session, request.kind] = kv.resized(kv.length)
+            self._retained[request.session, request.kind] = _without_waste(kv)
             self._retained.move_to_end((request.session, request.kind))
 
     def forget(self, session: str) -> None:
@@ -82,3 +87,8 @@ class KvStore:
         while common < allowed and kv.ids[common] == request.prompt[common]:
             common += 1
         return common
+
+
+def _without_waste(kv: KvCache) -> KvCache:
+    unused = kv.capacity - kv.length
+    return kv if unused * WASTE < kv.capacity else kv.resized(kv.length)

@@ -39,8 +39,15 @@ from coli_server.telemetry.counters import Counters
 
 log = logging.getLogger("coli.engine")
 
-NICE = 10
-"""Of the engine thread and its kernel threads: the event loop answers at once, at no cost in speed."""
+NICE = 19
+"""Of the engine thread and its kernel threads: the event loop answers at once, at no cost in speed.
+
+Linux lets a thread that wakes up take a core at once only if it has not had more than its share, and looks
+again at the next tick, up to 4 ms later. The less the engine's share, the sooner the loop is owed something:
+at nice 10 one answer in fifty waited so, at 19 one in 500. SCHED_IDLE is no better, and then one busy process
+on each core, in the same session or container, stops the engine altogether; at 19 it runs at half the speed
+that it has at 10.
+"""
 
 SHARED_CHUNK = PREFILL_CHUNK // 2
 """Most prompt tokens of a step that also decodes; running sequences wait for them (`engine.pacing`)."""

@@ -56,10 +56,10 @@ class SparseIndexer:
             spec.indexer.topk,
             layer,
             spec.rope.interleaved,
-            weights.matrix([prefix + "wq_b"], [heads * size], spec.q_rank),
-            weights.matrix([prefix + "wk"], [size], hidden),
+            weights.matrix([prefix + "wq_b"], [heads * size], spec.q_rank, exact=True),
+            weights.matrix([prefix + "wk"], [size], hidden, exact=True),
             Norm.load(weights, prefix + "k_norm", size, _KEY_NORM),
-            weights.matrix([prefix + "weights_proj"], [heads], hidden),
+            weights.matrix([prefix + "weights_proj"], [heads], hidden, exact=True),
         )
 
     def select(self, x: F32, low_rank: F32, step: Step, angles: tuple[F32, F32]) -> None:

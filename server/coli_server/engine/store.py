@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from coli_server.engine.weights import Activations
 from coli_server.experts import (
     DEFAULT_READERS,
     DirectReader,
@@ -50,9 +51,10 @@ class StoreOptions:
 DEFAULT_STORE = StoreOptions()
 
 
-def describe_mode(policy: RoutePolicy, *, pilot: bool) -> str:
+def describe_mode(policy: RoutePolicy, *, pilot: bool, activations: Activations = "float32") -> str:
     """In one word without blanks what is on that changes speed or output: `stock,pilot`, ..."""
-    return policy.describe() + (",pilot" if pilot else "")
+    rounded = "" if activations == "float32" else f",{activations}-activations"
+    return policy.describe() + (",pilot" if pilot else "") + rounded
 
 
 def reading_bytes(store: StoreOptions, layers: Sequence[LayerExperts]) -> int:

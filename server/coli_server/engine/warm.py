@@ -20,7 +20,8 @@ from coli_server.engine.use import RouteUse
 def warm(spec: ModelSpec, kinds: Collection[int]) -> None:
     """Compile, or load from the code cache, what a model runs with weights of `kinds`, on this thread."""
     latent = [layer.attention for layer in spec.layers if isinstance(layer.attention, LatentAttention)]
-    kernels.warm(kinds, latent=bool(latent))
+    experts = set(kinds) - ({Kind.BF16} if Kind.BF16_DOT in kinds else set())  # only routers are exact then
+    kernels.warm(kinds, experts, latent=bool(latent))
     routing.warm()
     if any(attention.indexer is not None for attention in latent):
         _warm_indexer()

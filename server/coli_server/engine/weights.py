@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from coli_server.experts import CheckpointIndex, HugePages, TensorInfo
 
 F32 = NDArray[np.float32]
 Stored = NDArray[Any]  # bfloat16 or float16 bits in uint16, float32, or quantised rows in uint8
+Activations = Literal["float32", "bfloat16"]
 KINDS = {"BF16": Kind.BF16, "F16": Kind.F16, "F32": Kind.F32}
 
 
@@ -26,7 +27,8 @@ KINDS = {"BF16": Kind.BF16, "F16": Kind.F16, "F32": Kind.F32}
 class Matrix:
     """A weight [outputs, inputs] in its stored type, with an optional float32 bias [outputs].
 
-    `data` is [outputs, inputs], or [outputs, row_bytes] where `kind` is quantised.
+    `data` is [outputs, inputs], or [outputs, row_bytes] where `kind` is quantised. `kind` also says how it is
+    multiplied.
     """
 
     data: Stored
@@ -52,7 +54,7 @@ class Matrix:
 
 def to_float32(data: NDArray[np.uint16] | F32, kind: Kind) -> F32:
     """Exact conversion of stored weights, not quantised, to float32."""
-    if kind == Kind.BF16:
+    if kind.stored == Kind.BF16:
         return (data.astype(np.uint32) << 16).view(np.float32)
     if kind == Kind.F16:
         return data.view(np.float16).astype(np.float32)
@@ -82,12 +84,19 @@ def _common_kind(pieces: Sequence[Piece]) -> Kind:
 class Weights:
     """Reads tensors of a checkpoint by name, checks their shapes and notes which ones were asked for.
 
-    `form` says how a converted folder is stored.
+    `form` says how a converted folder is stored, `activations` to what products round activations where
+    weights are bfloat16.
     """
 
-    def __init__(self, index: CheckpointIndex, form: StoredForm | None = None) -> None:
+    def __init__(
+        self,
+        index: CheckpointIndex,
+        form: StoredForm | None = None,
+        activations: Activations = "float32",
+    ) -> None:
         self.index = index
         self.form = form
+        self.activations = activations
         self._asked: set[str] = set()
         self._memory = HugePages()
         self.kinds: set[Kind] = set()
@@ -117,10 +126,26 @@ class Weights:
         """A norm weight or bias, as float32 [size]."""
         return self._read_f32(self.info(name, size))
 
+    def multiplied(self, kind: Kind) -> Kind:
+        """The kind by which weights stored as `kind` are multiplied."""
+        if kind == Kind.BF16 and self.activations == "bfloat16":
+            kind = Kind.BF16_DOT
+        self.kinds.add(kind)
+        return kind
+
     def matrix(
-        self, names: Sequence[str], outputs: Sequence[int], inputs: int, *, bias: bool = False
+        self,
+        names: Sequence[str],
+        outputs: Sequence[int],
+        inputs: int,
+        *,
+        bias: bool = False,
+        exact: bool = False,
     ) -> Matrix:
-        """The matrices `names` (hub names without `.weight`) stacked into one, and their biases."""
+        """The matrices `names` (hub names without `.weight`) stacked into one, and their biases.
+
+        With `exact` activations are not rounded: for what chooses, where a small error makes a large one.
+        """
         shapes = [(rows, inputs) for rows in outputs]
         data, kind = self.packed([f"{name}.weight" for name in names], shapes)
         stacked = None
@@ -128,6 +153,7 @@ class Weights:
             stacked = np.concatenate(
                 [self.vector(f"{name}.bias", rows) for name, rows in zip(names, outputs, strict=True)]
             )
+        kind = kind if exact else self.multiplied(kind)
         return Matrix(data.reshape(sum(outputs), -1), kind, inputs, stacked)
 
     def packed(self, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> tuple[Stored, Kind]:
@@ -146,9 +172,9 @@ class Weights:
         return Piece(info, KINDS[info.dtype], rows, columns)
 
     def embeddings(self, name: str, vocab: int, hidden: int) -> Matrix:
-        """The embedding table [vocab, hidden]."""
+        """The embedding table [vocab, hidden], which may be the head too."""
         data, kind = self.packed([name], [(vocab, hidden)])
-        return Matrix(data.reshape(vocab, -1), kind, hidden)
+        return Matrix(data.reshape(vocab, -1), self.multiplied(kind), hidden)
 
     def _read_f32(self, info: TensorInfo) -> F32:
         data = self.index.read_f32(info.name)
@@ -189,7 +215,7 @@ class HeadersOnly(Weights):
     """Stands in for `weights` where only names, shapes and types count: reads nothing, holds zeros."""
 
     def __init__(self, weights: Weights) -> None:
-        super().__init__(weights.index, weights.form)
+        super().__init__(weights.index, weights.form, weights.activations)
         self._asked = set(weights._asked)
         self.kinds = weights.kinds  # which kernels will run is known from headers
 

@@ -2,6 +2,7 @@
 
 python -m coli_server.models.evaluate --dense --experts-per-token 12 8 4
 python -m coli_server.models.evaluate --converted FOLDER...      what converting has cost
+python -m coli_server.models.evaluate --rounded                  what ACTIVATIONS=bfloat16 costs
 """
 
 import argparse
@@ -35,6 +36,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--experts-per-token", type=int, nargs="+", default=[8], metavar="K")
     parser.add_argument("--dense", action="store_true", help="the default model's dense source too")
     parser.add_argument("--converted", type=Path, nargs="+", default=[], help="other forms of the model")
+    parser.add_argument(
+        "--rounded", action="store_true", help="the model with activations rounded to bfloat16"
+    )
     parser.add_argument("--data-set", default="sotu", choices=["sotu", "moby-dick"])
     parser.add_argument("--windows", type=int, default=32, metavar="N", help=f"{WINDOW} tokens each")
     parser.add_argument("--ram", default="2G", metavar="SIZE")
@@ -43,10 +47,13 @@ def main(words: Sequence[str] | None = None) -> int:
     names = [name for name in splits()["evaluation"] if name.startswith(arguments.data_set + "/")]
     texts = list(fetch_texts(cache_folder() / "downloads", names).values())
     for converted in arguments.converted:
-        print(
-            f"{converted}: {cost_of(folder, converted, texts, arguments.windows, arguments.ram)}", flush=True
-        )
-    if arguments.converted:
+        engines = Engine.open(folder, ram=arguments.ram), Engine.open(converted, ram=arguments.ram)
+        print(f"{converted}: {cost_of(*engines, texts, arguments.windows)}", flush=True)
+    if arguments.rounded:
+        exact = Engine.open(folder, ram=arguments.ram)
+        rounded = Engine.open(folder, ram=arguments.ram, activations="bfloat16")
+        print(f"rounded activations: {cost_of(exact, rounded, texts, arguments.windows)}", flush=True)
+    if arguments.converted or arguments.rounded:
         return 0
     if arguments.dense:
         with dense_folder() as dense:
@@ -86,9 +93,9 @@ class Cost:
         )
 
 
-def cost_of(original: Path, converted: Path, texts: Sequence[str], windows: int, ram: str) -> Cost:
-    """Compare two forms of one model on `windows` windows of `texts`."""
-    engines = [Engine.open(folder, ram=ram) for folder in (original, converted)]
+def cost_of(original: Engine, other: Engine, texts: Sequence[str], windows: int) -> Cost:
+    """Compare two forms of one model on `windows` windows of `texts`; closes both."""
+    engines = (original, other)
     nll: tuple[list[float], list[float]] = ([], [])
     kl: list[float] = []
     same: list[bool] = []
