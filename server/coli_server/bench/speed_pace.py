@@ -8,7 +8,7 @@ from coli_server.bench.speed_streams import Streams, prompt_ids
 from coli_server.errors import ModelError
 
 ROUNDS = 3
-SESSIONS, TOKENS = 4, 256
+SESSIONS, TOKENS = 4, 512
 QUIET = 64  # tokens of each session without a prompt beside them
 PROMPT = 2000
 GOAL = 2.5
