@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from coli_server.engine import kernels
 from coli_server.engine.api import SamplingOptions
-from coli_server.engine.code_memory import remember_compiled
+from coli_server.engine.code_memory import remember_compiled, remove_unused_code
 from coli_server.engine.kv import KvCache
 from coli_server.engine.memory import MemoryPlan, default_ram, plan_memory
 from coli_server.engine.model import Checkpoint, Model
@@ -185,6 +185,7 @@ class Engine:
         """Compile every kernel, or load it from the code cache, with this model's types and layouts."""
         warm_kernels(self.spec, self.kinds)
         remember_compiled(self.spec, self.kinds)
+        remove_unused_code()
 
     def new_kv(self, capacity: int) -> KvCache:
         """An empty KV cache for `capacity` tokens."""
