@@ -73,6 +73,7 @@ def test_prompts_are_read_in_turns(serve: Serve, tmp_path: Path) -> None:
     served.wait(short)
     read = [event for event in served.seen.get(long, []) if isinstance(event, Progress)]
     assert all(event.done < event.total for event in read)
+    assert len([event for event in served.seen[short] if isinstance(event, Progress)]) == 1, "in one piece"
     served.wait(long)
     chunks = [event.done for event in served.seen[long] if isinstance(event, Progress)]
     assert chunks[0] <= LEAST, "running sequences wait for a small piece at first"

@@ -37,6 +37,14 @@ def reading(chunks: list[int]) -> list[int]:
     return [chunk for chunk in chunks if chunk]
 
 
+def test_a_slow_piece_that_was_longer_than_asked_says_nothing_about_shorter_ones() -> None:
+    pacer, cost = ChunkPacer(MOST), experts(64)
+    before = reading(run(pacer, 100, cost))[-1]
+    for _ in range(10):
+        pacer.observe(4, before + 40, 10 * cost(before))
+    assert abs(reading(run(pacer, 2, cost))[0] - before) <= 1
+
+
 def test_the_first_step_beside_a_number_of_sequences_decodes_only() -> None:
     pacer = ChunkPacer(MOST)
     assert run(pacer, 2, experts(64)) == [0, LEAST]

@@ -17,6 +17,11 @@ from coli_server.engine.text import Text
 F32 = NDArray[np.float32]
 
 
+SHORT_PROMPT = 64
+"""So few unread tokens are read in one step beside whatever decodes. Running sequences wait for it once; in
+small pieces they would wait several times, and the request as long as a dozen of their tokens."""
+
+
 class Generation:
     """State of one request on the engine thread.
 
@@ -29,6 +34,8 @@ class Generation:
     ) -> None:
         self.request = request
         self.sequence = sequence
+        self.short = len(request.prompt) - sequence.position <= SHORT_PROMPT
+        """Whether its prompt, less what was in the KV cache already, is read in one piece."""
         self.tokens: list[int] = []
         self._end_ids = end_ids
         self._text = text

@@ -84,6 +84,8 @@ class ChunkPacer:
     def _adapt(self, level: _Level, tokens: int, share: float) -> None:
         """`share`: of the time that `tokens` prompt tokens may add to a step, how much they did add."""
         pace = max(1, level.chunk // 8)
+        if share > 1 and tokens > level.chunk:  # a short prompt, read at once: nothing is known of less
+            return
         if share > 1.5:
             level.chunk = int(level.chunk * max(0.5, 1 / share))
         elif share > 1:

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -28,7 +28,7 @@ from coli_server.engine.api import (
     Started,
 )
 from coli_server.engine.engine import PREFILL_CHUNK, Engine
-from coli_server.engine.generation import Generation
+from coli_server.engine.generation import SHORT_PROMPT, Generation
 from coli_server.engine.kv import KvCache
 from coli_server.engine.pacing import ChunkPacer
 from coli_server.engine.retained import KvStore
@@ -280,7 +280,7 @@ class EngineService:
         decoding = [generation for generation in self._running.values() if not generation.in_prompt]
         reading = [generation for generation in self._running.values() if generation.in_prompt]
         batch = [(generation, generation.next_span(1)) for generation in decoding]
-        room, wanted = self._room(len(decoding), len(reading)), 0
+        room, wanted = self._room(len(decoding), reading), 0
         for generation in reading if room else ():
             span = generation.next_span(min(engine.prompt_chunk(generation.request.policy), room))
             batch.append((generation, span))
@@ -303,11 +303,14 @@ class EngineService:
                 except Exception as own:
                     self._fail(single[0], own)
 
-    def _room(self, decoding: int, reading: int) -> int:
-        """Prompt tokens that the next step may take; 0 where it shall decode only."""
+    def _room(self, decoding: int, reading: Sequence[Generation | Scoring]) -> int:
+        """Prompt tokens that the next step may take, `reading[0]` first; 0 where it shall decode only."""
         if not decoding:
             return PREFILL_CHUNK
-        return self._pacer.chunk(decoding) if reading else 0
+        if not reading:
+            return 0
+        first = reading[0]
+        return SHORT_PROMPT if isinstance(first, Generation) and first.short else self._pacer.chunk(decoding)
 
     def _advance(self, engine: Engine, batch: list[tuple[Generation | Scoring, Span]]) -> None:
         start = time.monotonic()
