@@ -224,8 +224,7 @@ _STATM = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115
 class _Resident:
     """Memory of this process that is in RAM, read at most every `SECONDS`.
 
-    A read lets go of the interpreter's lock. If the engine takes it, and its thread then waits for a core,
-    the answer waits for both: 4 ms for one STAT in fifty beside eight sessions.
+    A read lets go of the interpreter's lock, and then an answer waits until the engine gives it back.
     """
 
     SECONDS = 0.5

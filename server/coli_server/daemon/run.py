@@ -19,6 +19,7 @@ from coli_server.daemon.collector import settle
 from coli_server.daemon.descriptors import raise_descriptor_limit
 from coli_server.daemon.progress import Progress
 from coli_server.daemon.server import Daemon, MakeService, Signals
+from coli_server.daemon.slices import take_short_turns
 from coli_server.daemon.supervisor import Notifier, inherited_sockets
 from coli_server.daemon.tls import load_certificate, server_context
 from coli_server.daemon.tokens import Tokens, load_tokens
@@ -153,6 +154,7 @@ async def _serve_until_signal(
     interrupted.cancel()
     engine = await starting
     log.debug("%d objects stay as long as the process", settle())
+    log.debug("short turns of the event loop: %s", "accepted" if take_short_turns() else "refused")
     place = listening.describe(sockets[0])
     mode = describe_mode(engine.policy, pilot=settings.pilot, activations=settings.activations)
     notifier.ready(f"serving {engine.name} on {place}, {mode}")
