@@ -88,14 +88,14 @@ def test_a_deadline_ends_a_request_between_tokens(serve: Serve) -> None:
 def test_only_the_engine_gives_way_to_whoever_answers(serve: Serve) -> None:
     """Kernel threads come with the first kernel that needs them, and have what its thread has then."""
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    before = set(threading.enumerate())
     served = serve()
-    (engine,) = [
-        thread for thread in threading.enumerate() if thread.name == "coli-engine" and thread.is_alive()
-    ]
+    new = [thread for thread in threading.enumerate() if thread not in before]
+    (engine,) = [thread for thread in new if thread.name == "coli-engine"]
     assert engine.native_id is not None
     assert os.getpriority(os.PRIO_PROCESS, engine.native_id) == NICE
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
-    readers = [thread for thread in threading.enumerate() if thread.name.startswith("expert-read")]
+    readers = [thread for thread in new if thread.name.startswith("expert-read")]
     assert readers
     for reader in readers:
         assert reader.native_id is not None
