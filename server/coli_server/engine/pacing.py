@@ -14,7 +14,7 @@ from statistics import median
 LIMIT = 1.8
 """A step that also reads may take so many times as long as one that decodes only. Clients see more at the
 99th percentile: steps while nobody reads find more in the processor's caches, and some pieces are misjudged.
-With 2.0 it was 2.5 to 2.7 times on one model, and prompts were read no sooner."""
+With 2.0 it was 2.5 to 2.7 times on one model, and prompts were read a tenth sooner."""
 
 LEAST = 8
 """Prompt tokens that a step reads whatever they cost: fewer would make a long prompt take minutes."""
