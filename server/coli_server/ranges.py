@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 Value = bool | int | float | str | None
+
+Activations = Literal["float32", "bfloat16"]
+"""What products of bfloat16 weights take activations as."""
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from ipaddress import ip_address
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol, get_args
 
 from coli_server.errors import ConfigurationError
-from coli_server.ranges import FLAG, INT32_MAX, ROUTING, Choices, NumberRange
+from coli_server.ranges import FLAG, INT32_MAX, ROUTING, Activations, Choices, NumberRange
 
 NETWORK = "Network"
 MODEL = "Model and memory"
@@ -274,10 +274,10 @@ class Settings:
         "memory for KV caches, part of --ram; without it a quarter of that at most",
     )
     threads: int = _setting(MODEL, "0", _whole(0, 1024), "N", "compute threads; 0 = one for each core")
-    activations: Literal["float32", "bfloat16"] = _setting(
+    activations: Activations = _setting(
         MODEL,
         "float32",
-        Choices((("float32", "float32"), ("bfloat16", "bfloat16"))),
+        Choices(tuple((name, name) for name in get_args(Activations))),
         "TYPE",
         "bfloat16 = round what bfloat16 weights are multiplied with: faster, less exact; needs AVX512-BF16",
     )

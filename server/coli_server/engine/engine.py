@@ -26,9 +26,9 @@ from coli_server.engine.text import Text
 from coli_server.engine.trace import RoutingTrace, TraceHeader
 from coli_server.engine.usage import Usage, identity_of, pin
 from coli_server.engine.warm import warm as warm_kernels
-from coli_server.engine.weights import Activations
 from coli_server.errors import ConfigurationError, ModelError
 from coli_server.experts import EVICTION_POLICIES, ExpertCache, HistoryError, Reader, UsageHistory, parse_size
+from coli_server.ranges import Activations
 from coli_server.routing import RoutePolicy
 from coli_server.telemetry.histogram import Histogram
 

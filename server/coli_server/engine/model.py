@@ -25,9 +25,10 @@ from coli_server.engine.spec import ModelSpec, MoeMlp, RopeSpec
 from coli_server.engine.step import Step
 from coli_server.engine.stored_form import read_form
 from coli_server.engine.use import RouteUse
-from coli_server.engine.weights import Activations, HeadersOnly, Matrix, Weights
+from coli_server.engine.weights import HeadersOnly, Matrix, Weights
 from coli_server.engine.workspace import Workspace
 from coli_server.experts import CheckpointIndex, ExpertCache, TensorInfo
+from coli_server.ranges import Activations
 
 F32 = NDArray[np.float32]
 

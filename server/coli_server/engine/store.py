@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from coli_server.engine.weights import Activations
 from coli_server.experts import (
     DEFAULT_READERS,
     DirectReader,
@@ -18,6 +17,7 @@ from coli_server.experts import (
     direct_buffer_bytes,
     staging_bytes,
 )
+from coli_server.ranges import Activations
 from coli_server.routing import RoutePolicy
 
 

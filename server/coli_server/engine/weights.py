@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,10 @@ from coli_server.engine.quantised import dequantise
 from coli_server.engine.stored_form import StoredForm
 from coli_server.errors import ModelError
 from coli_server.experts import CheckpointIndex, HugePages, TensorInfo
+from coli_server.ranges import Activations
 
 F32 = NDArray[np.float32]
 Stored = NDArray[Any]  # bfloat16 or float16 bits in uint16, float32, or quantised rows in uint8
-Activations = Literal["float32", "bfloat16"]
 KINDS = {"BF16": Kind.BF16, "F16": Kind.F16, "F32": Kind.F32}
 
 
