@@ -280,3 +280,8 @@ def test_commands_say_it_in_one_line(folder: Path, command: str, capsys: pytest.
     message = capsys.readouterr().err
     assert "model.embed_tokens.weight" in message
     assert "Traceback" not in message
+
+
+def test_a_folder_that_does_not_exist_is_told_from_one_without_a_model(tmp_path: Path) -> None:
+    refused(tmp_path, f"{tmp_path} has no config.json", "a Hugging Face folder with config.json")
+    refused(tmp_path / "absent", f"{tmp_path / 'absent'} does not exist", "a Hugging Face folder")

@@ -59,8 +59,9 @@ class Config:
                 raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes")
             raw = path.read_bytes()
         except FileNotFoundError:
+            what = f"has no {path.name}" if path.parent.exists() else "does not exist"
             raise ConfigError(
-                f"{path.parent} has no {path.name}: it is not a Hugging Face model folder"
+                f"{path.parent} {what}: a model is a Hugging Face folder with config.json and safetensors"
             ) from None
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from None
